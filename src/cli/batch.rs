@@ -9,10 +9,11 @@ use crate::protocol::results::FileFormat;
 /// What a batch reads and writes.
 #[derive(Debug, Args)]
 pub struct BatchFiles {
-    /// Requests, one JSON object per line; may be repeated
+    /// Requests, one JSON object per line; may be repeated. A .csv or .parquet file is a table, and needs --column
     #[arg(long, short, value_name = "FILE")]
     pub input: Vec<PathBuf>,
-    /// Responses: JSON lines, or with the ending .npy a matrix of vectors. An existing file is resumed
+    /// Responses: JSON lines; with the ending .npy a matrix of vectors; with .parquet a table of them. An existing file is
+    /// resumed
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
     /// In place of --input: files that are a request each, such as recordings, images, or .txt files with a text or a prompt
@@ -25,8 +26,11 @@ pub struct BatchFiles {
     /// The format of these results: txt, srt, vtt, json, wav, flac, pcm or png
     #[arg(long, value_parser = format, requires = "files")]
     pub format: Option<FileFormat>,
-    /// The URL that the files are sent to; by default the first one of the pool that takes such files
-    #[arg(long, requires = "files")]
+    /// The column of a table with the texts; each row is a request
+    #[arg(long, value_name = "NAME", conflicts_with = "files")]
+    pub column: Option<String>,
+    /// The URL that files and tables are sent to; by default the first one of the pool that takes such files or texts
+    #[arg(long)]
     pub url: Option<String>,
 }
 

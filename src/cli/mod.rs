@@ -348,6 +348,7 @@ mod tests {
             ("cuda", cfg!(feature = "cuda")),
             ("http", cfg!(feature = "http")),
             ("otlp", cfg!(feature = "otlp")),
+            ("tables", cfg!(feature = "tables")),
             ("top", cfg!(feature = "top")),
         ] {
             assert_eq!(named.contains(&name), is_built_in, "{name}: {long}");

@@ -43,13 +43,21 @@ fn write_special(path: &Path, content: &[u8]) -> io::Result<()> {
 
 /// A file with this content under a random name in the folder of `path`.
 fn written_beside(path: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // The umask takes its part of these permissions.
-    let permissions = fs::Permissions::from_mode(0o666);
-    let mut file = tempfile::Builder::new().prefix(".sconce").permissions(permissions).tempfile_in(folder)?;
+    let mut file = begin_beside(path)?;
     file.write_all(content)?;
     file.as_file().sync_all()?;
     Ok(file)
+}
+
+/// An empty file under a random name in the folder of `path`, for a content that is too large for memory.
+///
+/// # Errors
+/// The file system's.
+pub(crate) fn begin_beside(path: &Path) -> io::Result<NamedTempFile> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // The umask takes its part of these permissions.
+    let permissions = fs::Permissions::from_mode(0o666);
+    tempfile::Builder::new().prefix(".sconce").permissions(permissions).tempfile_in(folder)
 }
 
 #[cfg(test)]

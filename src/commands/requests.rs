@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
@@ -12,11 +12,15 @@ use serde_json::{Value as Json, json};
 
 use super::Registry;
 use crate::cli::BatchFiles;
-use crate::client::batch_file::{Batch, InputFile};
+#[cfg(feature = "tables")]
+use crate::client::batch_file::Table;
+use crate::client::batch_file::{Batch, InputFile, is_of_vectors, is_table};
 use crate::config::Pool;
 use crate::model::Route;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::embeddings::{self, body_of_text};
+#[cfg(feature = "tables")]
+use crate::protocol::rerank::{RERANK_URL, SCORE_URL};
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES, shorten};
 
 /// A task to publish.
@@ -152,11 +156,11 @@ const FILE_TYPES: [(&str, &str); 8] = [
 /// # Errors
 /// Arguments are missing, or no pool takes a file.
 pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Registry) -> anyhow::Result<Batch> {
-    let BatchFiles { input, output, files, output_dir, format, url } = arguments;
+    let BatchFiles { input, output, files, output_dir, format, column, url } = arguments;
     if let (Some(folder), Some(format)) = (output_dir, *format) {
         // A worker refuses a body over its pool's max_body; these settings may not be those of the worker.
         let max_bytes = pools.iter().map(|pool| pool.max_body).max().unwrap_or(0).max(MAX_FILE);
-        let input_file = |(index, path): (usize, &std::path::PathBuf)| {
+        let input_file = |(index, path): (usize, &PathBuf)| {
             let shown = path.display();
             let media_type = media_type_of(path)?;
             let url =
@@ -181,7 +185,43 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
     let Some(output) = output.clone().filter(|_| !input.is_empty()) else {
         bail!("give --input and --output, or files with --output-dir and --format");
     };
+    // Also refuses an ending that no output has.
+    let asks_base64 = is_of_vectors(&output)?;
+    if let Some(table) = input.iter().find(|input| is_table(input)) {
+        let [path] = &input[..] else {
+            bail!("--input {} is a table, which must be the only input", table.display());
+        };
+        let shown = path.display();
+        let column = column.as_deref();
+        let column =
+            column.with_context(|| format!("--column must name the column of {shown} with the texts"))?;
+        let url = url_for(None, url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
+        return batch_of_table(path, column, url, output, asks_base64);
+    }
+    if column.is_some() || url.is_some() {
+        bail!("--column and --url apply to .csv and .parquet files, and --url to files with --output-dir");
+    }
     Ok(Batch::Lines { inputs: input.clone(), output })
+}
+
+#[cfg(feature = "tables")]
+fn batch_of_table(
+    path: &Path,
+    column: &str,
+    url: String,
+    output: PathBuf,
+    asks_base64: bool,
+) -> anyhow::Result<Batch> {
+    if [RERANK_URL, SCORE_URL].contains(&&*url) {
+        bail!("{url} compares several texts, and a row of {} is one text", path.display());
+    }
+    let table = Table { path: path.to_owned(), column: column.to_owned(), url, asks_base64 };
+    Ok(Batch::Table { table, output })
+}
+
+#[cfg(not(feature = "tables"))]
+fn batch_of_table(path: &Path, _: &str, _: String, _: PathBuf, _: bool) -> anyhow::Result<Batch> {
+    bail!("--input {}: this program is built without `tables`", path.display())
 }
 
 /// The media type of a file by the ending of its name; none for a text.

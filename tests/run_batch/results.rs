@@ -153,3 +153,36 @@ fn vectors_are_a_matrix_in_the_order_of_the_rows_and_failed_rows_are_nan() {
     assert_eq!(ended.code, Some(64), "{}", ended.stderr);
     assert!(ended.stderr.contains("x.npy exists, and was not written here"), "{}", ended.stderr);
 }
+
+#[cfg(feature = "tables")]
+#[test]
+fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
+    let rig = Rig::new(&[]);
+    let rows: String = (0..50).map(|n| format!("{n:03},\"text, {n}\"\n")).collect();
+    fs::write(rig.path("t.csv"), format!("number,words\n{rows}")).unwrap();
+    let run = |input: &str, output: &str, column: &[&str]| {
+        let mut command = rig.bare_command();
+        command.arg("-i").arg(rig.path(input)).arg("-o").arg(rig.path(output)).args(column);
+        command.arg("--model").arg(fixture("tiny-bert-max")).args(["--devices", "cpu"]);
+        rig.start_command(command).wait()
+    };
+    let words = ["--column", "words"];
+    let ended = run("t.csv", "t.parquet", &words);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(rig.path("t.parquet").exists() && !rig.path("t.parquet.part").exists());
+    let ended = run("t.csv", "t.parquet", &words);
+    assert!(ended.stderr.contains("all 50 lines are answered already"), "{}", ended.stderr);
+    // The file can be read again, and its texts have the same vectors.
+    assert_eq!(run("t.csv", "one.npy", &words).code, Some(0));
+    assert_eq!(run("t.parquet", "two.npy", &words).code, Some(0));
+    assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("two.npy")).unwrap());
+    for (input, output, column, problem) in [
+        ("t.csv", "x.npy", &[][..], "--column must name the column"),
+        ("t.csv", "x.npy", &["--column", "text"], "no column \"text\", only number, words"),
+        ("t.parquet", "x.parquet", &words, "has a column \"embedding\""),
+    ] {
+        let ended = run(input, output, column);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(problem), "{}", ended.stderr);
+    }
+}

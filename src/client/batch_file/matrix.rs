@@ -3,13 +3,12 @@
 //! the lines tell how many rows there are.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{self, Read, Seek as _, SeekFrom, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use super::FileError;
 use super::errors::ErrorCounts;
-use super::record::record_path;
 use crate::protocol::batch_line::OutputError;
 use crate::protocol::results::{ResultLine, vector_of};
 
@@ -37,11 +36,12 @@ pub(super) fn ids_path(path: &Path) -> PathBuf {
     path.with_extension("ids.jsonl")
 }
 
-/// The number of rows that a matrix has on the disk; none as long as it has no vector.
+/// The number of rows that a matrix has on the disk; none as long as it has no vector. `record` is the path of the record
+/// that is beside each output.
 ///
 /// # Errors
 /// The file system's, or it was not written here.
-pub(super) fn rows_on_disk(path: &Path) -> Result<Option<u64>, FileError> {
+pub(super) fn rows_on_disk(path: &Path, record: &Path) -> Result<Option<u64>, FileError> {
     let refused = |problem: &str| {
         let path = path.display();
         FileError::Refused(format!("{path} {problem}; remove it, or give another --output"))
@@ -50,7 +50,7 @@ pub(super) fn rows_on_disk(path: &Path) -> Result<Option<u64>, FileError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(FileError::at(path.display()))?,
     };
-    if !record_path(path).exists() {
+    if !record.exists() {
         return Err(refused("exists, and was not written here"));
     }
     let length = file.metadata().map_err(FileError::at(path.display()))?.len();
@@ -63,8 +63,8 @@ pub(super) fn rows_on_disk(path: &Path) -> Result<Option<u64>, FileError> {
     Ok((length - HEADER_BYTES as u64).checked_div(row_bytes))
 }
 
-/// The length of the vectors, by the header; none if it has another form than ours.
-fn read_dimensions(file: &mut File) -> io::Result<Option<usize>> {
+/// Reads the header, which says the length of the vectors; none if it has another form than ours.
+pub(super) fn read_dimensions(file: &mut impl Read) -> io::Result<Option<usize>> {
     let mut header = [0; HEADER_BYTES];
     file.read_exact(&mut header)?;
     let text = header.strip_prefix(MAGIC).and_then(|rest| rest.get(2..));
@@ -169,6 +169,12 @@ impl Matrix {
         (0..rows).try_for_each(|_| self.file.write_all(&row))
     }
 
+    /// Whether any row has a vector.
+    #[cfg(feature = "tables")]
+    pub(super) fn has_vectors(&self) -> bool {
+        self.dimensions.is_some()
+    }
+
     /// Writes the shape of the rows written so far, and flushes both files to the disk.
     ///
     /// # Errors
@@ -187,6 +193,7 @@ mod tests {
 
     use serde_json::json;
 
+    use super::super::record::record_path;
     use super::super::resume::claim;
     use super::*;
 
@@ -237,7 +244,7 @@ mod tests {
     fn a_row_without_a_vector_is_nan_and_its_line_says_why() {
         let place = Place::new();
         let mut matrix = place.open(0, 0).unwrap();
-        assert_eq!(rows_on_disk(&place.path()).unwrap(), None);
+        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), None);
         let refused = json!({"error": {"message": "too long"}});
         assert_eq!(matrix.write(&line("a", &refused, 400)).unwrap(), None);
         assert_eq!(matrix.write(&vector("b", &[1.0, 2.0])).unwrap(), None);
@@ -257,7 +264,7 @@ mod tests {
         assert_eq!(ids[0]["response"]["body"], refused);
         assert_eq!((&ids[1]["custom_id"], &ids[1]["response"]["body"]), (&"b".into(), &json!(null)));
         assert_eq!(ids[2]["error"]["code"], "no_vector");
-        assert_eq!(rows_on_disk(&place.path()).unwrap(), Some(3));
+        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), Some(3));
     }
 
     #[test]
@@ -268,7 +275,7 @@ mod tests {
         drop(matrix);
         // As after a crash: a vector without its line, and half a vector.
         OpenOptions::new().append(true).open(place.path()).unwrap().write_all(&[7; 4]).unwrap();
-        assert_eq!(rows_on_disk(&place.path()).unwrap(), Some(3));
+        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), Some(3));
         let mut matrix = place.open(2, 0).unwrap();
         matrix.write(&vector("c", &[3.0, 4.0])).unwrap();
         matrix.sync().unwrap();
@@ -284,7 +291,7 @@ mod tests {
         matrix.sync().unwrap();
         assert!(place.read().0.contains("'shape': (1, 0)"), "{}", place.read().0);
         drop(matrix);
-        assert_eq!(rows_on_disk(&place.path()).unwrap(), None);
+        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), None);
         let mut matrix = place.open(1, 1).unwrap();
         matrix.write(&vector("b", &[5.0])).unwrap();
         matrix.sync().unwrap();
@@ -297,8 +304,18 @@ mod tests {
         let place = Place::new();
         assert!(place.open(2, 1).unwrap_err().to_string().contains("lacks the vectors"));
         fs::write(place.path(), [0; 200]).unwrap();
-        assert!(rows_on_disk(&place.path()).unwrap_err().to_string().contains("no matrix that was written"));
+        assert!(
+            rows_on_disk(&place.path(), &record_path(&place.path()))
+                .unwrap_err()
+                .to_string()
+                .contains("no matrix that was written")
+        );
         fs::remove_file(record_path(&place.path())).unwrap();
-        assert!(rows_on_disk(&place.path()).unwrap_err().to_string().contains("was not written here"));
+        assert!(
+            rows_on_disk(&place.path(), &record_path(&place.path()))
+                .unwrap_err()
+                .to_string()
+                .contains("was not written here")
+        );
     }
 }

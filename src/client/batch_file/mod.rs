@@ -14,15 +14,19 @@ mod record;
 mod results;
 mod resume;
 mod rows;
+#[cfg(feature = "tables")]
+mod tables;
 
 pub use errors::{CommonError, ErrorCounts};
 pub use ids::RepeatedIds;
 pub use input::InputDigest;
 pub use lines::InputLines;
 pub(crate) use record::{read_record, record_path, write_record};
-pub use results::{Batch, OpenBatch, Results};
+pub use results::{Batch, OpenBatch, Results, is_of_vectors};
 pub use resume::ResumePoint;
-pub use rows::{InputFile, InputRow, Rows};
+pub use rows::{InputFile, InputRow, Rows, is_table};
+#[cfg(feature = "tables")]
+pub use tables::Table;
 
 /// Why a run cannot use its files. The operator has to name other files, or repair these.
 #[derive(Debug, thiserror::Error)]

@@ -12,7 +12,9 @@ use super::input::InputDigest;
 use super::matrix::{Matrix, ids_path, rows_on_disk};
 use super::record::record_path;
 use super::resume::{ResumePoint, claim};
-use super::rows::{FileRows, InputFile, LineRows, Rows};
+use super::rows::{FileRows, InputFile, LineRows, Rows, ends_with};
+#[cfg(feature = "tables")]
+use super::tables::{Join, Table};
 use crate::protocol::batch_line::OutputError;
 use crate::protocol::results::FileFormat;
 
@@ -23,6 +25,14 @@ pub enum Batch {
     Lines {
         /// Read one after the other.
         inputs: Vec<PathBuf>,
+        /// The output.
+        output: PathBuf,
+    },
+    /// The rows of a table, whose results go to one file.
+    #[cfg(feature = "tables")]
+    Table {
+        /// The table.
+        table: Table,
         /// The output.
         output: PathBuf,
     },
@@ -42,6 +52,12 @@ pub enum Results {
     Lines(File),
     /// A matrix of vectors.
     Matrix(Matrix),
+    /// A matrix, which becomes a Parquet file once all rows are answered.
+    #[cfg(feature = "tables")]
+    Parquet(Box<(Matrix, Join)>),
+    /// A Parquet file that has all rows.
+    #[cfg(feature = "tables")]
+    Finished,
     /// A file for each result.
     Folder(Box<Folder>),
 }
@@ -57,24 +73,108 @@ pub struct OpenBatch {
 }
 
 /// Endings of formats that an output cannot have.
-const OTHER_ENDINGS: [&str; 8] = ["jpg", "jpeg", "mp3", "ogg", "csv", "parquet", "npz", "xlsx"];
+const OTHER_ENDINGS: [&str; 7] = ["jpg", "jpeg", "mp3", "ogg", "csv", "npz", "xlsx"];
 
-/// Whether the name of an output asks for a matrix. Otherwise it is of JSON lines.
+/// The form of an output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Lines,
+    Matrix,
+    #[cfg(feature = "tables")]
+    Parquet,
+}
+
+impl Form {
+    /// The form of an output of this name.
+    ///
+    /// # Errors
+    /// Its ending is that of a format which such an output cannot have.
+    fn of(output: &Path) -> Result<Self, FileError> {
+        if ends_with(output, "npy") {
+            return Ok(Self::Matrix);
+        }
+        let shown = output.display();
+        if ends_with(output, "parquet") {
+            #[cfg(feature = "tables")]
+            return Ok(Self::Parquet);
+            #[cfg(not(feature = "tables"))]
+            return Err(FileError::Refused(format!(
+                "--output {shown}: this program is built without `tables`"
+            )));
+        }
+        let formats = FileFormat::ALL.into_iter().filter(|(format, _)| *format != FileFormat::Json);
+        let mut others = formats.map(|(_, ending)| ending).chain(OTHER_ENDINGS);
+        if let Some(ending) = others.find(|ending| ends_with(output, ending)) {
+            return Err(FileError::Refused(format!(
+                "--output {shown} would hold JSON lines, which are not .{ending}: name it .jsonl, or for vectors .npy \
+                 or .parquet; for a file for each result, give files and --output-dir"
+            )));
+        }
+        Ok(Self::Lines)
+    }
+
+    /// The path of the matrix of an output, if it has one.
+    fn matrix(self, output: &Path) -> Option<PathBuf> {
+        match self {
+            Self::Lines => None,
+            Self::Matrix => Some(output.to_owned()),
+            #[cfg(feature = "tables")]
+            Self::Parquet => {
+                let mut part = output.as_os_str().to_owned();
+                part.push(".part");
+                Some(part.into())
+            }
+        }
+    }
+}
+
+/// Whether an output of this name has vectors alone.
 ///
 /// # Errors
-/// Its ending is that of a format which such an output cannot have.
-pub fn is_matrix(output: &Path) -> Result<bool, FileError> {
-    let ending = output.extension().and_then(|it| it.to_str()).unwrap_or_default().to_ascii_lowercase();
-    let is_result =
-        FileFormat::ALL.iter().any(|(format, known)| *format != FileFormat::Json && *known == ending);
-    if is_result || OTHER_ENDINGS.contains(&&*ending) {
-        let output = output.display();
-        return Err(FileError::Refused(format!(
-            "--output {output} would hold JSON lines, which are not .{ending}: name it .jsonl, or .npy for a matrix \
-             of vectors; for a file for each result, give files and --output-dir"
-        )));
+/// Its ending is that of a format which an output cannot have.
+pub fn is_of_vectors(output: &Path) -> Result<bool, FileError> {
+    Ok(Form::of(output)? != Form::Lines)
+}
+
+/// An input with rows in one order.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Lines(&'a [PathBuf]),
+    #[cfg(feature = "tables")]
+    Table(&'a Table),
+}
+
+impl Source<'_> {
+    /// Where a run continues whose lines are in `lines`, of which at most the first `most` count.
+    fn find(self, lines: &Path, most: usize) -> Result<ResumePoint, FileError> {
+        match self {
+            Self::Lines(inputs) => ResumePoint::find(inputs, lines, most),
+            #[cfg(feature = "tables")]
+            Self::Table(table) => table.find(lines, most),
+        }
     }
-    Ok(ending == "npy")
+
+    /// The rows that are left.
+    fn rows(self, point: &ResumePoint) -> Result<Box<dyn Rows>, FileError> {
+        match self {
+            Self::Lines(inputs) => {
+                let rows = point.open_input(inputs).map_err(FileError::at("the input"))?;
+                Ok(Box::new(LineRows(rows)))
+            }
+            #[cfg(feature = "tables")]
+            Self::Table(table) => Ok(Box::new(table.rows_after(point.done)?)),
+        }
+    }
+
+    /// What becomes of the matrix of a Parquet file.
+    #[cfg(feature = "tables")]
+    fn join(self, output: &Path, matrix: &Path) -> Join {
+        let table = match self {
+            Self::Lines(_) => None,
+            Self::Table(table) => Some(table.clone()),
+        };
+        Join { table, matrix: matrix.to_owned(), ids: ids_path(matrix), output: output.to_owned() }
+    }
 }
 
 impl Batch {
@@ -82,7 +182,19 @@ impl Batch {
     pub fn record_of(&self) -> PathBuf {
         match self {
             Self::Lines { output, .. } => output.clone(),
+            #[cfg(feature = "tables")]
+            Self::Table { output, .. } => output.clone(),
             Self::Files { folder, .. } => Folder::record_of(folder),
+        }
+    }
+
+    /// The inputs and the output, if all results go to one output.
+    pub fn one_output(&self) -> Option<(&[PathBuf], &Path)> {
+        match self {
+            Self::Lines { inputs, output } => Some((inputs, output)),
+            #[cfg(feature = "tables")]
+            Self::Table { table, output } => Some((std::slice::from_ref(&table.path), output)),
+            Self::Files { .. } => None,
         }
     }
 
@@ -96,31 +208,9 @@ impl Batch {
         check: impl FnOnce(&ResumePoint) -> Result<(), E>,
     ) -> Result<OpenBatch, E> {
         match self {
-            Self::Lines { inputs, output } => {
-                let is_matrix = is_matrix(output)?;
-                let (lines, most) = if is_matrix {
-                    let rows = rows_on_disk(output)?;
-                    (ids_path(output), rows.map_or(usize::MAX, |rows| rows as usize))
-                } else {
-                    (output.clone(), usize::MAX)
-                };
-                if is_matrix && lines.exists() && !record_path(output).exists() {
-                    let lines = lines.display();
-                    let problem = format!("{lines} exists, and was not written here; remove it");
-                    return Err(FileError::Refused(problem).into());
-                }
-                let mut claimed = claim(&lines)?;
-                let point = ResumePoint::find(inputs, &lines, most)?;
-                check(&point)?;
-                point.cut(&mut claimed, &lines)?;
-                let rows = point.open_input(inputs).map_err(FileError::at("the input"))?;
-                let results = if is_matrix {
-                    Results::Matrix(Matrix::open(output, claimed, point.done, &point.errors)?)
-                } else {
-                    Results::Lines(claimed)
-                };
-                Ok(OpenBatch { results, point, rows: Box::new(LineRows(rows)) })
-            }
+            Self::Lines { inputs, output } => open_one(Source::Lines(inputs), output, check),
+            #[cfg(feature = "tables")]
+            Self::Table { table, output } => open_one(Source::Table(table), output, check),
             Self::Files { inputs, folder } => {
                 let OpenFolder { folder, left, done, results } = Folder::open(folder, inputs)?;
                 let (input, errors) = (InputDigest::default(), ErrorCounts::default());
@@ -134,25 +224,89 @@ impl Batch {
     }
 }
 
+/// Opens an output that has all results.
+fn open_one<E: From<FileError>>(
+    source: Source<'_>,
+    output: &Path,
+    check: impl FnOnce(&ResumePoint) -> Result<(), E>,
+) -> Result<OpenBatch, E> {
+    let form = Form::of(output)?;
+    let (matrix, record) = (form.matrix(output), record_path(output));
+    let (lines, most) = match &matrix {
+        Some(matrix) => {
+            let rows = rows_on_disk(matrix, &record)?;
+            (ids_path(matrix), rows.map_or(usize::MAX, |rows| rows as usize))
+        }
+        None => (output.to_owned(), usize::MAX),
+    };
+    if matrix.is_some()
+        && !record.exists()
+        && let Some(foreign) = [&lines, output].into_iter().find(|path| path.exists())
+    {
+        let foreign = foreign.display();
+        let problem =
+            format!("{foreign} exists, and was not written here; remove it, or give another --output");
+        return Err(FileError::Refused(problem).into());
+    }
+    #[cfg(feature = "tables")]
+    if let (Form::Parquet, Some(matrix)) = (form, &matrix) {
+        source.join(output, matrix).check()?;
+    }
+    let mut claimed = claim(&lines)?;
+    let point = source.find(&lines, most)?;
+    check(&point)?;
+    #[cfg(feature = "tables")]
+    if form == Form::Parquet && output.exists() && matrix.as_ref().is_some_and(|matrix| !matrix.exists()) {
+        if point.done < point.total {
+            let (output, lines) = (output.display(), lines.display());
+            let problem = format!("{output} is whole, but {lines} lacks lines; remove both to begin again");
+            return Err(FileError::Refused(problem).into());
+        }
+        let rows = source.rows(&point)?;
+        return Ok(OpenBatch { results: Results::Finished, point, rows });
+    }
+    point.cut(&mut claimed, &lines)?;
+    let rows = source.rows(&point)?;
+    let results = Results::open(source, output, form, claimed, &point)?;
+    Ok(OpenBatch { results, point, rows })
+}
+
 impl Results {
+    #[cfg_attr(not(feature = "tables"), expect(unused_variables, reason = "only Parquet needs the source"))]
+    fn open(
+        source: Source<'_>,
+        output: &Path,
+        form: Form,
+        lines: File,
+        point: &ResumePoint,
+    ) -> Result<Self, FileError> {
+        let Some(path) = form.matrix(output) else { return Ok(Self::Lines(lines)) };
+        let matrix = Matrix::open(&path, lines, point.done, &point.errors)?;
+        Ok(match form {
+            #[cfg(feature = "tables")]
+            Form::Parquet => Self::Parquet(Box::new((matrix, source.join(output, &path)))),
+            _ => Self::Matrix(matrix),
+        })
+    }
+
     /// An output for an input that can be read only once: without lines as yet.
     ///
     /// # Errors
     /// The output has lines already, or cannot be opened.
     pub fn begin(output: &Path) -> Result<Self, FileError> {
-        let is_matrix = is_matrix(output)?;
-        let lines = if is_matrix { ids_path(output) } else { output.to_owned() };
-        if is_matrix && rows_on_disk(output)?.is_some() {
+        let form = Form::of(output)?;
+        let matrix = form.matrix(output);
+        let lines = matrix.as_deref().map_or_else(|| output.to_owned(), ids_path);
+        if matrix.is_some() && output.exists() {
             return Err(has_lines(output));
         }
         let claimed = claim(&lines)?;
         if claimed.metadata().map_err(FileError::at(lines.display()))?.len() > 0 {
             return Err(has_lines(&lines));
         }
-        if is_matrix {
-            return Ok(Self::Matrix(Matrix::open(output, claimed, 0, &ErrorCounts::default())?));
-        }
-        Ok(Self::Lines(claimed))
+        let (input, errors) = (InputDigest::default(), ErrorCounts::default());
+        let point = ResumePoint { done: 0, total: 0, whole_bytes: 0, input, errors };
+        Self::open(Source::Lines(&[]), output, form, claimed, &point)
     }
 
     /// Whether the results must come in the order of the rows.
@@ -168,18 +322,35 @@ impl Results {
         match self {
             Self::Lines(file) => file.write_all(line).map(|()| None),
             Self::Matrix(matrix) => matrix.write(line),
+            #[cfg(feature = "tables")]
+            Self::Parquet(parts) => parts.0.write(line),
+            #[cfg(feature = "tables")]
+            Self::Finished => Ok(None),
             Self::Folder(folder) => folder.write(line),
         }
     }
 
-    /// Flushes the results to the disk.
+    /// Flushes the results to the disk. Once all rows are answered, this also makes the output of its parts.
     ///
     /// # Errors
     /// The file system's.
-    pub fn sync(&self) -> io::Result<()> {
+    #[cfg_attr(not(feature = "tables"), expect(unused_variables, reason = "only Parquet has parts"))]
+    pub fn sync(&self, is_complete: bool) -> io::Result<()> {
         match self {
             Self::Lines(file) => file.sync_all(),
             Self::Matrix(matrix) => matrix.sync(),
+            #[cfg(feature = "tables")]
+            Self::Parquet(parts) => {
+                let (matrix, join) = &**parts;
+                matrix.sync()?;
+                if is_complete && matrix.has_vectors() {
+                    join.write().map_err(io::Error::other)
+                } else {
+                    Ok(())
+                }
+            }
+            #[cfg(feature = "tables")]
+            Self::Finished => Ok(()),
             Self::Folder(folder) => folder.sync(),
         }
     }
@@ -187,8 +358,12 @@ impl Results {
     /// What is to be said of single results that are in no output line.
     pub fn remarks(&self) -> Vec<String> {
         match self {
-            Self::Lines(_) | Self::Matrix(_) => Vec::new(),
+            #[cfg(feature = "tables")]
+            Self::Parquet(parts) if !parts.0.has_vectors() => {
+                vec![format!("{} is not written: no row has a vector", parts.1.output.display())]
+            }
             Self::Folder(folder) => folder.remarks(),
+            _ => Vec::new(),
         }
     }
 }
@@ -209,10 +384,10 @@ mod tests {
         for (name, expected) in
             [("x.npy", true), ("x.NPY", true), ("x.jsonl", false), ("x", false), ("x.json", false)]
         {
-            assert_eq!(is_matrix(Path::new(name)).unwrap(), expected, "{name}");
+            assert_eq!(is_of_vectors(Path::new(name)).unwrap(), expected, "{name}");
         }
         for name in ["x.srt", "x.PNG", "x.txt", "x.csv", "x.jpg"] {
-            let error = is_matrix(Path::new(name)).unwrap_err().to_string();
+            let error = is_of_vectors(Path::new(name)).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains(".npy"), "{error}");
         }
     }

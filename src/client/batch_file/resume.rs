@@ -62,6 +62,17 @@ impl ResumePoint {
         // The errors of `HashedLines::open` already name the file.
         let mut requests =
             HashedLines::open(input, 0).map_err(|error| FileError::Refused(error.to_string()))?;
+        let ids = requests.by_ref().map(|line| line.map(RequestId::of).map_err(FileError::at("the input")));
+        let point = Self::compare(ids, output, most)?;
+        Ok(Self { input: requests.digest(), ..point })
+    }
+
+    /// Compares the output written so far, if any, with the ids of the requests. The digest of the input is left empty.
+    pub(super) fn compare(
+        requests: impl Iterator<Item = Result<RequestId, FileError>>,
+        output: &Path,
+        most: usize,
+    ) -> Result<Self, FileError> {
         let mut answers = match File::open(output) {
             Ok(file) => Some(OutputLines::new(BufReader::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -73,11 +84,11 @@ impl ResumePoint {
             _ => Ok(None),
         };
         let mut answer = next_answer()?;
-        for request in &mut requests {
-            let request = request.map_err(FileError::at("the input"))?;
+        for request in requests {
+            let request = request?;
             total += 1;
             let Some(OutputLine { custom_id, error, end }) = answer else { continue };
-            check_same_id(total, custom_id, &request)?;
+            check_same_id(total, custom_id, request)?;
             error.into_iter().for_each(|error| errors.add(error));
             (done, whole_bytes) = (total, end);
             answer = next_answer()?;
@@ -87,7 +98,7 @@ impl ResumePoint {
                 format!("the output has more lines than the input has requests ({total}): not its output");
             return Err(FileError::Refused(problem));
         }
-        Ok(Self { done, total, whole_bytes, input: requests.digest(), errors })
+        Ok(Self { done, total, whole_bytes, input: InputDigest::default(), errors })
     }
 
     /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
@@ -161,12 +172,27 @@ impl<R: BufRead> OutputLines<R> {
     }
 }
 
+/// The id of a request of the input.
+pub(super) struct RequestId {
+    /// Its number in the input, from 1.
+    pub(super) number: usize,
+    /// None if it has no readable id.
+    pub(super) custom_id: Option<String>,
+}
+
+impl RequestId {
+    fn of(line: InputLine) -> Self {
+        let custom_id = line.bytes.and_then(|bytes| match parse(&bytes) {
+            Ok(request) => Some(request.custom_id),
+            Err(invalid) => invalid.custom_id,
+        });
+        Self { number: line.number, custom_id }
+    }
+}
+
 /// Checks that an output line has the `custom_id` of the request in its place.
-fn check_same_id(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), FileError> {
-    let requested = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
-        Ok(request) => Some(request.custom_id),
-        Err(invalid) => invalid.custom_id,
-    });
+fn check_same_id(output_line: usize, answered: Option<String>, request: RequestId) -> Result<(), FileError> {
+    let requested = request.custom_id;
     if answered == requested {
         return Ok(());
     }

@@ -101,6 +101,16 @@ impl InputFile {
     }
 }
 
+/// Whether a file is a table, by the ending of its name.
+pub fn is_table(path: &Path) -> bool {
+    ends_with(path, "csv") || ends_with(path, "parquet")
+}
+
+/// Whether the name of a file has this ending.
+pub(super) fn ends_with(path: &Path, ending: &str) -> bool {
+    path.extension().and_then(|it| it.to_str()).is_some_and(|it| it.eq_ignore_ascii_case(ending))
+}
+
 /// Reads a file, which may be a pipe, unless it has more bytes.
 fn read_at_most(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::ordered::Ordered;
 use super::record::Record;
 use super::state::Job;
-use crate::client::batch_file::{Batch, FileError, OpenBatch, Results, ResumePoint, Rows};
+use crate::client::batch_file::{Batch, FileError, OpenBatch, Results, ResumePoint, Rows, is_table};
 
 /// The files of a job, checked: the output is open, locked and cut off after its last whole line.
 pub(crate) struct JobFiles {
@@ -24,9 +24,12 @@ impl JobFiles {
     /// These files cannot be used, and the operator has to name others.
     pub(crate) fn open(batch: &Batch, queue: &str) -> Result<Self, FileError> {
         let record = batch.record_of();
-        if let Batch::Lines { inputs, output } = batch
+        if let Some((inputs, output)) = batch.one_output()
             && !are_files(inputs, output)?
         {
+            if inputs.iter().any(|input| is_table(input)) {
+                return Err(FileError::Refused("a table must be a file, which is read twice".to_owned()));
+            }
             let results = Results::begin(output)?;
             Record { queue: queue.to_owned(), input: None }.continue_output(&record, 0)?;
             return Ok(Self { output: Ordered::new(results, &record, 0), left: None });

@@ -112,12 +112,12 @@ impl Ordered {
         self.results.remarks()
     }
 
-    /// Flushes the lines to the disk.
+    /// Flushes the results to the disk. `is_complete`: all rows are answered.
     ///
     /// # Errors
     /// The file system's.
-    pub(super) fn sync(&self) -> io::Result<()> {
-        self.results.sync()
+    pub(super) fn sync(&self, is_complete: bool) -> io::Result<()> {
+        self.results.sync(is_complete)
     }
 
     /// Keeps a line until its turn: in memory if there is room, otherwise on disk.

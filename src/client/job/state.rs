@@ -289,7 +289,7 @@ impl Job {
     /// # Errors
     /// The output cannot be written.
     pub(crate) fn sync(&self) -> Result<(), JobError> {
-        self.ordered.sync().map_err(JobError::Output)
+        self.ordered.sync(self.is_complete()).map_err(JobError::Output)
     }
 }
 

@@ -77,7 +77,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let OpenBatch { results, point, rows } = open_files(&batch, &pools?).exits_with(Exit::Usage)?;
     let total = point.total;
     if point.done == total {
-        results.sync().context("the output")?;
+        results.sync(true).context("the output")?;
         return already_complete(arguments, &pool_names, &point);
     }
 
@@ -212,7 +212,7 @@ fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> a
 
 /// Prints how many lines are answered and whether all are, and chooses the exit code.
 fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
-    output.results.sync().context("the output")?;
+    output.results.sync(output.done == point.total).context("the output")?;
     let Output { done, errors, all_errors, .. } = output;
     if let Some(tally) = &mut output.tally {
         print_report(tally, pools, *errors, all_errors)?;
@@ -257,7 +257,7 @@ fn print_report(tally: &mut Tally, pools: &str, errors: u64, all_errors: &ErrorC
 
 /// Opens and locks the output, and finds where to continue. Refuses an output that was made by other models or settings.
 fn open_files(batch: &Batch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<OpenBatch> {
-    if let Batch::Lines { inputs, output } = batch {
+    if let Some((inputs, output)) = batch.one_output() {
         check_files(inputs, output)?;
     }
     let record = batch.record_of();

@@ -1,0 +1,466 @@
+//! Tables: the rows of a CSV or Parquet file, each of which is a request for the text in one column, and a Parquet file
+//! with the columns of the input and the vectors. Holds a batch of rows in memory at a time.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader, Read as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use arrow_array::cast::AsArray as _;
+use arrow_array::{Array, ArrayRef, FixedSizeListArray, Float32Array, RecordBatch, StringArray};
+use arrow_buffer::NullBuffer;
+use arrow_schema::{ArrowError, DataType, Field, Schema, SchemaRef};
+use parquet::arrow::ArrowWriter;
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::basic::Compression;
+use parquet::file::properties::WriterProperties;
+use serde_json::json;
+use sha2::{Digest as _, Sha256};
+
+use super::FileError;
+use super::input::InputDigest;
+use super::matrix::read_dimensions;
+use super::resume::{RequestId, ResumePoint};
+use super::rows::{InputRow, Rows, ends_with};
+use crate::client::whole_file::begin_beside;
+use crate::protocol::batch_line::{BatchRequest, InvalidLine, read_output};
+use crate::protocol::embeddings;
+use crate::protocol::requests::bodies_of_texts;
+
+/// Rows in memory at a time.
+const BATCH_ROWS: usize = 1_024;
+/// Bytes of a row group of a file, which the writer holds in memory: 32 MiB.
+const ROW_GROUP_BYTES: usize = 32 << 20;
+/// The column with the vectors, and the one that says why a row has none.
+const VECTORS: &str = "embedding";
+const ERRORS: &str = "error";
+/// The only other column if the input has none.
+const IDS: &str = "custom_id";
+
+/// A table whose rows are requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Table {
+    /// A file whose name ends with `.csv` or `.parquet`.
+    pub path: PathBuf,
+    /// The column with the texts.
+    pub column: String,
+    /// The URL of the requests.
+    pub url: String,
+    /// Whether vectors are asked for in base64, which is shorter than digits.
+    pub asks_base64: bool,
+}
+
+type Batches = Box<dyn Iterator<Item = Result<RecordBatch, ArrowError>> + Send>;
+
+impl Table {
+    /// The columns, and the rows in batches. With `only`, reads this column alone if the format can.
+    fn read(&self, only: Option<usize>) -> Result<(SchemaRef, Batches), FileError> {
+        let refused =
+            |error: &dyn std::fmt::Display| FileError::Refused(format!("{}: {error}", self.path.display()));
+        let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
+        if ends_with(&self.path, "parquet") {
+            let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| refused(&error))?;
+            let schema = builder.schema().clone();
+            let mask = match only {
+                Some(column) => ProjectionMask::roots(builder.parquet_schema(), [column]),
+                None => ProjectionMask::all(),
+            };
+            let reader = builder.with_projection(mask).with_batch_size(BATCH_ROWS).build();
+            return Ok((schema, Box::new(reader.map_err(|error| refused(&error))?)));
+        }
+        let format = arrow_csv::reader::Format::default().with_header(true);
+        let (header, _) = format.infer_schema(&file, Some(0)).map_err(|error| refused(&error))?;
+        // Nothing is guessed of what is in a cell, so that "007" stays as it is.
+        // Windows editors begin a file with a byte order mark.
+        let name = |field: &Field| field.name().trim_start_matches('\u{feff}').to_owned();
+        let text = |field: &Arc<Field>| Field::new(name(field), DataType::Utf8, true);
+        let schema = Arc::new(Schema::new(header.fields().iter().map(text).collect::<Vec<_>>()));
+        let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
+        let builder =
+            arrow_csv::ReaderBuilder::new(schema.clone()).with_header(true).with_batch_size(BATCH_ROWS);
+        let reader = builder.build(file).map_err(|error| refused(&error))?;
+        Ok((schema, Box::new(reader)))
+    }
+
+    /// The place of the column with the texts.
+    fn column_in(&self, schema: &Schema) -> Result<usize, FileError> {
+        let refused = |problem: String| FileError::Refused(format!("{}: {problem}", self.path.display()));
+        let names =
+            || schema.fields().iter().map(|field| field.name().as_str()).collect::<Vec<_>>().join(", ");
+        let index = schema.fields().iter().position(|field| *field.name() == self.column);
+        let index =
+            index.ok_or_else(|| refused(format!("has no column {:?}, only {}", self.column, names())))?;
+        let data_type = schema.field(index).data_type();
+        let inner = if let DataType::Dictionary(_, values) = data_type { values } else { data_type };
+        match inner {
+            DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => Ok(index),
+            other => Err(refused(format!("the column {:?} has no texts, but {other}", self.column))),
+        }
+    }
+
+    /// Checks the table, and finds where a run continues whose lines are in `lines`. At most the first `most` lines count.
+    ///
+    /// # Errors
+    /// The table cannot be read or lacks the column, or the lines are not of this table.
+    pub(super) fn find(&self, lines: &Path, most: usize) -> Result<ResumePoint, FileError> {
+        let input = self.digest()?;
+        let id = |row: usize| Ok(RequestId { number: row + 1, custom_id: Some(row.to_string()) });
+        let point = ResumePoint::compare((0..input.lines).map(id), lines, most)?;
+        Ok(ResumePoint { input, ..point })
+    }
+
+    fn digest(&self) -> Result<InputDigest, FileError> {
+        let (schema, _) = self.read(None)?;
+        let column = self.column_in(&schema)?;
+        let (_, mut batches) = self.read(Some(column))?;
+        let lines = batches.try_fold(0, |rows, batch| Ok::<_, ArrowError>(rows + batch?.num_rows()));
+        let lines = lines.map_err(|error| FileError::Refused(format!("{}: {error}", self.path.display())))?;
+        let mut sha256 = Sha256::new();
+        let mut file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
+        let bytes = io::copy(&mut file, &mut sha256).map_err(FileError::at(self.path.display()))?;
+        // Another column of the same table is another input.
+        sha256.update(format!("\0{}\0{}", self.column, self.url));
+        Ok(InputDigest { lines, bytes, sha256: format!("{:x}", sha256.finalize()) })
+    }
+
+    /// The rows after the first `done`.
+    ///
+    /// # Errors
+    /// The table cannot be read.
+    pub(super) fn rows_after(&self, done: usize) -> Result<TableRows, FileError> {
+        let (schema, _) = self.read(None)?;
+        let column = self.column_in(&schema)?;
+        let (_, batches) = self.read(Some(column))?;
+        let stamp = stamp(&self.path).map_err(FileError::at(self.path.display()))?;
+        Ok(TableRows { table: self.clone(), batches, texts: None, next: 0, at: 0, skip: done, stamp })
+    }
+
+    fn request(&self, row: usize, text: Option<&str>) -> Result<BatchRequest, InvalidLine> {
+        let custom_id = row.to_string();
+        let Some(text) = text else {
+            let problem = format!("the column {:?} is empty", self.column);
+            return Err(InvalidLine { custom_id: Some(custom_id), problem });
+        };
+        let body = if self.asks_base64 && self.url == embeddings::URL {
+            json!({"input": text, "encoding_format": "base64"}).to_string()
+        } else {
+            bodies_of_texts(&self.url, &[text.to_owned()], false).swap_remove(0)
+        };
+        Ok(BatchRequest { custom_id, url: self.url.clone(), body: body.into() })
+    }
+}
+
+/// Length and time of the last change.
+fn stamp(path: &Path) -> io::Result<(u64, SystemTime)> {
+    let metadata = fs::metadata(path)?;
+    Ok((metadata.len(), metadata.modified()?))
+}
+
+/// The rows of a table.
+pub(super) struct TableRows {
+    table: Table,
+    batches: Batches,
+    texts: Option<StringArray>,
+    /// The next row of `texts`.
+    next: usize,
+    /// The number of the next row, from 0.
+    at: usize,
+    /// The rows before this one are answered.
+    skip: usize,
+    stamp: (u64, SystemTime),
+}
+
+impl TableRows {
+    fn next_row(&mut self) -> Result<Option<InputRow>, ArrowError> {
+        loop {
+            if let Some(texts) = self.texts.as_ref().filter(|texts| self.next < texts.len()) {
+                let text = texts.is_valid(self.next).then(|| texts.value(self.next));
+                let request = (self.at >= self.skip).then(|| self.table.request(self.at, text));
+                self.next += 1;
+                self.at += 1;
+                if let Some(request) = request {
+                    return Ok(Some(InputRow { number: self.at, request }));
+                }
+                continue;
+            }
+            let Some(batch) = self.batches.next().transpose()? else { return Ok(None) };
+            let column = batch.schema().index_of(&self.table.column)?;
+            let texts = arrow_cast::cast(batch.column(column), &DataType::Utf8)?;
+            (self.texts, self.next) = (Some(texts.as_string::<i32>().clone()), 0);
+        }
+    }
+}
+
+impl Iterator for TableRows {
+    type Item = io::Result<InputRow>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.next_row().map_err(io::Error::other).transpose()
+    }
+}
+
+impl Rows for TableRows {
+    fn changed(&mut self) -> io::Result<Option<String>> {
+        let path = &self.table.path;
+        let has_changed = stamp(path)? != self.stamp;
+        let shown = path.display();
+        Ok(has_changed
+            .then(|| format!("{shown} has changed since the run began; run again with another output")))
+    }
+}
+
+/// What a Parquet file is made of once all rows are answered.
+#[derive(Clone, Debug)]
+pub struct Join {
+    /// The input with its columns; none: JSON lines, of which the file has the ids.
+    pub(super) table: Option<Table>,
+    /// The matrix and its lines.
+    pub(super) matrix: PathBuf,
+    pub(super) ids: PathBuf,
+    pub(super) output: PathBuf,
+}
+
+impl Join {
+    /// Checks that the columns of the input leave room for those of the results.
+    ///
+    /// # Errors
+    /// A column has the name of one of these.
+    pub(super) fn check(&self) -> Result<(), FileError> {
+        let Some(table) = &self.table else { return Ok(()) };
+        let (schema, _) = table.read(None)?;
+        match [VECTORS, ERRORS].iter().find(|name| schema.column_with_name(name).is_some()) {
+            Some(name) => {
+                let path = table.path.display();
+                Err(FileError::Refused(format!(
+                    "{path} has a column {name:?}, which the output adds; rename it"
+                )))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the file, and removes the matrix.
+    ///
+    /// # Errors
+    /// The file system's, or the input cannot be read any more.
+    pub(super) fn write(&self) -> Result<(), FileError> {
+        let shown = self.output.display();
+        let mut matrix =
+            BufReader::new(File::open(&self.matrix).map_err(FileError::at(self.matrix.display()))?);
+        let dimensions =
+            read_dimensions(&mut matrix).map_err(FileError::at(self.matrix.display()))?.unwrap_or(0);
+        let failed = |error: &dyn std::fmt::Display| FileError::Refused(format!("{shown}: {error}"));
+        let (columns, batches) = match &self.table {
+            Some(table) => table.read(None)?,
+            None => id_batches(&self.ids)?,
+        };
+        let item = Arc::new(Field::new("item", DataType::Float32, false));
+        let vectors = DataType::FixedSizeList(item.clone(), dimensions as i32);
+        let added = [Field::new(VECTORS, vectors, true), Field::new(ERRORS, DataType::Utf8, true)];
+        let fields = columns.fields().iter().cloned().chain(added.into_iter().map(Arc::new));
+        let schema = Arc::new(Schema::new(fields.collect::<Vec<_>>()));
+        let mut file = begin_beside(&self.output).map_err(FileError::at(shown.to_string()))?;
+        let properties = WriterProperties::builder()
+            .set_compression(Compression::SNAPPY)
+            .set_max_row_group_bytes(Some(ROW_GROUP_BYTES))
+            .build();
+        let mut writer = ArrowWriter::try_new(file.as_file_mut(), schema.clone(), Some(properties))
+            .map_err(|error| failed(&error))?;
+        let mut lines = BufReader::new(File::open(&self.ids).map_err(FileError::at(self.ids.display()))?);
+        for batch in batches {
+            let batch = batch.map_err(|error| failed(&error))?;
+            let rows = batch.num_rows();
+            let errors = read_errors(&mut lines, rows).map_err(FileError::at(self.ids.display()))?;
+            let mut bytes = vec![0; rows * dimensions * 4];
+            matrix.read_exact(&mut bytes).map_err(FileError::at(self.matrix.display()))?;
+            let (numbers, _) = bytes.as_chunks::<4>();
+            let numbers: Float32Array = numbers.iter().map(|it| Some(f32::from_le_bytes(*it))).collect();
+            // Without the bitmap of nulls, of which there are none.
+            let numbers = Float32Array::new(numbers.values().clone(), None);
+            let is_valid: NullBuffer = errors.iter().map(Option::is_none).collect::<Vec<_>>().into();
+            let vectors = FixedSizeListArray::try_new(
+                item.clone(),
+                dimensions as i32,
+                Arc::new(numbers),
+                Some(is_valid),
+            );
+            let vectors: ArrayRef = Arc::new(vectors.map_err(|error| failed(&error))?);
+            let errors: ArrayRef = Arc::new(StringArray::from(errors));
+            let all = batch.columns().iter().cloned().chain([vectors, errors]).collect();
+            let batch = RecordBatch::try_new(schema.clone(), all).map_err(|error| failed(&error))?;
+            writer.write(&batch).map_err(|error| failed(&error))?;
+        }
+        writer.close().map_err(|error| failed(&error))?;
+        file.as_file().sync_all().map_err(FileError::at(shown.to_string()))?;
+        file.persist(&self.output).map_err(|error| FileError::at(shown.to_string())(error.error))?;
+        fs::remove_file(&self.matrix).map_err(FileError::at(self.matrix.display()))
+    }
+}
+
+/// Why each of the next `rows` rows has no vector; none if it has one.
+fn read_errors(lines: &mut impl io::BufRead, rows: usize) -> io::Result<Vec<Option<String>>> {
+    let mut line = Vec::new();
+    let mut errors = Vec::with_capacity(rows);
+    for _ in 0..rows {
+        line.clear();
+        lines.read_until(b'\n', &mut line)?;
+        errors.push(read_output(&line)?.error.map(|error| format!("{}: {}", error.code, error.message)));
+    }
+    Ok(errors)
+}
+
+/// The ids of the rows, as a table of one column.
+fn id_batches(ids: &Path) -> Result<(SchemaRef, Batches), FileError> {
+    let schema = Arc::new(Schema::new(vec![Field::new(IDS, DataType::Utf8, true)]));
+    let mut lines = BufReader::new(File::open(ids).map_err(FileError::at(ids.display()))?);
+    let batch_schema = schema.clone();
+    let batches = std::iter::from_fn(move || {
+        let mut read = || -> io::Result<Vec<Option<String>>> {
+            let (mut line, mut ids) = (Vec::new(), Vec::new());
+            while ids.len() < BATCH_ROWS {
+                line.clear();
+                if lines.read_until(b'\n', &mut line)? == 0 {
+                    break;
+                }
+                ids.push(read_output(&line)?.custom_id);
+            }
+            Ok(ids)
+        };
+        match read() {
+            Err(error) => Some(Err(ArrowError::IoError(error.to_string(), error))),
+            Ok(ids) if ids.is_empty() => None,
+            Ok(ids) => {
+                let column: ArrayRef = Arc::new(StringArray::from(ids));
+                Some(RecordBatch::try_new(batch_schema.clone(), vec![column]))
+            }
+        }
+    });
+    Ok((schema, Box::new(batches)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::errors::ErrorCounts;
+    use super::super::matrix::{Matrix, ids_path};
+    use super::super::resume::claim;
+    use super::*;
+
+    const CSV: &str = "number,text\n007,one\n8,\"two, three\"\n9,\n";
+
+    struct Place {
+        folder: tempfile::TempDir,
+    }
+
+    impl Place {
+        fn new() -> Self {
+            let place = Self { folder: tempfile::tempdir().unwrap() };
+            fs::write(place.path("t.csv"), CSV).unwrap();
+            place
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.folder.path().join(name)
+        }
+
+        fn table(&self, name: &str, column: &str) -> Table {
+            Table {
+                path: self.path(name),
+                column: column.to_owned(),
+                url: embeddings::URL.to_owned(),
+                asks_base64: true,
+            }
+        }
+
+        /// Writes a Parquet file of the table and of these lines.
+        fn join(&self, lines: &[String]) -> Join {
+            let matrix = self.path("x.parquet.part");
+            let ids = claim(&ids_path(&matrix)).unwrap();
+            let mut open = Matrix::open(&matrix, ids, 0, &ErrorCounts::default()).unwrap();
+            lines.iter().for_each(|line| _ = open.write(line.as_bytes()).unwrap());
+            open.sync().unwrap();
+            let table = Some(self.table("t.csv", "text"));
+            Join { table, ids: ids_path(&matrix), matrix, output: self.path("x.parquet") }
+        }
+    }
+
+    fn line(row: usize, status: u16, body: &serde_json::Value) -> String {
+        let response = json!({"status_code": status, "request_id": "1", "body": body});
+        let line =
+            json!({"id": "batch_req_1", "custom_id": row.to_string(), "response": response, "error": null});
+        format!("{line}\n")
+    }
+
+    fn vector(row: usize, numbers: [f32; 2]) -> String {
+        line(row, 200, &json!({"data": [{"embedding": numbers}]}))
+    }
+
+    #[test]
+    fn the_rows_of_a_table_are_requests_for_the_text_in_one_column() {
+        let place = Place::new();
+        let table = place.table("t.csv", "text");
+        let digest = table.digest().unwrap();
+        assert_eq!((digest.lines, digest.bytes), (3, CSV.len() as u64));
+        assert_ne!(place.table("t.csv", "number").digest().unwrap(), digest);
+        let rows: Vec<InputRow> = table.rows_after(1).unwrap().map(|row| row.unwrap()).collect();
+        assert_eq!(rows.iter().map(|row| row.number).collect::<Vec<_>>(), [2, 3]);
+        let request = rows[0].request.as_ref().unwrap();
+        let body: serde_json::Value = serde_json::from_slice(&request.body).unwrap();
+        assert_eq!((request.custom_id.as_str(), &body["input"]), ("1", &json!("two, three")));
+        assert_eq!(body["encoding_format"], "base64");
+        let empty = rows[1].request.as_ref().unwrap_err();
+        assert_eq!(
+            (empty.custom_id.as_deref(), empty.problem.contains("\"text\" is empty")),
+            (Some("2"), true)
+        );
+        let missing = place.table("t.csv", "txt").digest().unwrap_err().to_string();
+        assert!(missing.contains("no column \"txt\", only number, text"), "{missing}");
+        let mut rows = table.rows_after(0).unwrap();
+        assert_eq!(rows.changed().unwrap(), None);
+        fs::write(&table.path, format!("{CSV}10,four\n")).unwrap();
+        assert!(rows.changed().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_parquet_file_has_the_columns_of_the_input_the_vectors_and_the_errors() {
+        let place = Place::new();
+        let error = line(2, 400, &json!({"error": {"message": "empty"}}));
+        let join = place.join(&[vector(0, [1.0, 2.0]), vector(1, [3.0, 4.0]), error]);
+        join.check().unwrap();
+        join.write().unwrap();
+        assert!(!join.matrix.exists() && join.ids.exists());
+        let table = place.table("x.parquet", "text");
+        assert_eq!(table.digest().unwrap().lines, 3);
+        let (schema, batches) = table.read(None).unwrap();
+        let names: Vec<_> = schema.fields().iter().map(|field| field.name().as_str()).collect();
+        assert_eq!(names, ["number", "text", VECTORS, ERRORS]);
+        let batches: Vec<RecordBatch> = batches.map(|batch| batch.unwrap()).collect();
+        let numbers = batches[0].column(0).as_string::<i32>();
+        assert_eq!(numbers.value(0), "007", "nothing is guessed");
+        let vectors = batches[0].column(2).as_fixed_size_list();
+        let second = vectors.value(1);
+        let second = second.as_primitive::<arrow_array::types::Float32Type>();
+        assert_eq!(second.values()[..], [3.0, 4.0]);
+        assert!(vectors.is_null(2) && vectors.is_valid(0));
+        let errors = batches[0].column(3).as_string::<i32>();
+        assert!(errors.is_null(0) && errors.value(2) == "400: empty");
+        let column = place.table("x.parquet", VECTORS).digest().unwrap_err().to_string();
+        assert!(column.contains("has no texts"), "{column}");
+        // Its columns leave no room for those of another output.
+        let join = Join { table: Some(table), ..join };
+        assert!(join.check().unwrap_err().to_string().contains("has a column \"embedding\""));
+    }
+
+    #[test]
+    fn without_a_table_the_ids_are_the_only_other_column() {
+        let place = Place::new();
+        let join = Join { table: None, ..place.join(&[vector(0, [1.0, 2.0]), vector(1, [3.0, 4.0])]) };
+        join.write().unwrap();
+        let (schema, batches) = place.table("x.parquet", IDS).read(None).unwrap();
+        let names: Vec<_> = schema.fields().iter().map(|field| field.name().as_str()).collect();
+        assert_eq!(names, [IDS, VECTORS, ERRORS]);
+        let rows: usize = batches.map(|batch| batch.unwrap().num_rows()).sum();
+        assert_eq!(rows, 2);
+    }
+}
