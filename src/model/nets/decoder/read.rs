@@ -514,7 +514,7 @@ mod tests {
         // 0 is no window where windows are not in use.
         let unused = [("sliding_window", json!(0)), ("use_sliding_window", json!(false))];
         assert_eq!(windows(&read("qwen3", &unused).unwrap()), [none; 6]);
-        assert_eq!(read("gemma3_text", &[window.clone()]).unwrap().window(), None);
+        assert_eq!(read("gemma3_text", std::slice::from_ref(&window)).unwrap().window(), None);
         assert_eq!(read("mistral", &[window]).unwrap().window(), some);
     }
 
