@@ -12,15 +12,9 @@ use serde_json::{Value as Json, json};
 
 use super::Registry;
 use crate::cli::BatchFiles;
-<<<<<<< HEAD
-use crate::client::batch_file::{Batch, InputFile, is_table};
-#[cfg(feature = "tables")]
-use crate::client::batch_file::{Table, is_of_vectors};
-=======
 #[cfg(feature = "tables")]
 use crate::client::batch_file::Table;
 use crate::client::batch_file::{Batch, InputFile, is_of_vectors, is_table};
->>>>>>> part-files
 use crate::config::Pool;
 use crate::model::Route;
 use crate::protocol::batch_line::RequestBody;
@@ -191,11 +185,8 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
     let Some(output) = output.clone().filter(|_| !input.is_empty()) else {
         bail!("give --input and --output, or files with --output-dir and --format");
     };
-<<<<<<< HEAD
-=======
     // Also refuses an ending that no output has.
     let asks_base64 = is_of_vectors(&output)?;
->>>>>>> part-files
     if let Some(table) = input.iter().find(|input| is_table(input)) {
         let [path] = &input[..] else {
             bail!("--input {} is a table, which must be the only input", table.display());
@@ -205,11 +196,7 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
         let column =
             column.with_context(|| format!("--column must name the column of {shown} with the texts"))?;
         let url = url_for(None, url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
-<<<<<<< HEAD
-        return batch_of_table(path, column, url, output);
-=======
         return batch_of_table(path, column, url, output, asks_base64);
->>>>>>> part-files
     }
     if column.is_some() || url.is_some() {
         bail!("--column and --url apply to .csv and .parquet files, and --url to files with --output-dir");
@@ -218,13 +205,6 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
 }
 
 #[cfg(feature = "tables")]
-<<<<<<< HEAD
-fn batch_of_table(path: &Path, column: &str, url: String, output: PathBuf) -> anyhow::Result<Batch> {
-    if [RERANK_URL, SCORE_URL].contains(&&*url) {
-        bail!("{url} compares several texts, and a row of {} is one text", path.display());
-    }
-    let asks_base64 = is_of_vectors(&output)?;
-=======
 fn batch_of_table(
     path: &Path,
     column: &str,
@@ -235,17 +215,12 @@ fn batch_of_table(
     if [RERANK_URL, SCORE_URL].contains(&&*url) {
         bail!("{url} compares several texts, and a row of {} is one text", path.display());
     }
->>>>>>> part-files
     let table = Table { path: path.to_owned(), column: column.to_owned(), url, asks_base64 };
     Ok(Batch::Table { table, output })
 }
 
 #[cfg(not(feature = "tables"))]
-<<<<<<< HEAD
-fn batch_of_table(path: &Path, _: &str, _: String, _: PathBuf) -> anyhow::Result<Batch> {
-=======
 fn batch_of_table(path: &Path, _: &str, _: String, _: PathBuf, _: bool) -> anyhow::Result<Batch> {
->>>>>>> part-files
     bail!("--input {}: this program is built without `tables`", path.display())
 }
 
