@@ -41,7 +41,7 @@ from tokenizers import (
 from transformers import (
     AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
     GemmaConfig, GemmaForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM,
-    Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM,
+    Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM, Olmo2Config, Olmo2ForCausalLM,
     Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
     Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
@@ -474,6 +474,15 @@ def granite():
     tiny("granite", GraniteForCausalLM, config, tokenizer)
 
 
+def olmo2():
+    """The norms follow the sublayers, and those of queries and keys are of all heads together."""
+    tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
+    settings = small(tokenizer, hidden_size=64, tie_word_embeddings=False, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0})
+    del settings["head_dim"]
+    tiny("olmo2", Olmo2ForCausalLM, Olmo2Config(**settings), tokenizer)
+
+
 SMOLLM2_PROMPTS = [
     "The capital of France is",
     "My favourite season is autumn, because",
@@ -630,7 +639,7 @@ def smollm2():
 
 MADE = {made.__name__: made for made in (
     llama, llama3, qwen2, qwen3, mistral, ministral3, yarn, gemma, gemma2, gemma3, phi3, qwen3_moe, smollm3, granite,
-    smollm2)}
+    olmo2, smollm2)}
 
 
 def main():
