@@ -18,6 +18,8 @@
 //! headers. A model of images has a [`Route`] with `image/png` and decodes the body; its input is a tensor
 //! or a pixel buffer, and its size is the number of patches. Batches are formed by size alone. If a task has many
 //! inputs, or costly ones, they are made on demand ([`Inputs::Slices`]).
+//!
+//! **A head on an encoder of texts.** [`text`] loads the encoder and its tokenizer; only the head is yours.
 
 pub(crate) mod clock;
 pub mod device;
@@ -39,6 +41,7 @@ pub mod sound;
 #[doc(hidden)]
 pub mod tasks;
 pub mod testing;
+pub mod text;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

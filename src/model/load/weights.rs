@@ -193,7 +193,7 @@ impl Weights {
         if info.shape != shape {
             let found = &info.shape;
             return Err(shard.fault(format!(
-                "tensor {name} has the shape {found:?}, and config.json makes it {shape:?}"
+                "tensor {name} has the shape {found:?}; by the model's settings it should have {shape:?}"
             )));
         }
         Ok((shard, info))

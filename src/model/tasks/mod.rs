@@ -11,7 +11,7 @@ pub mod image_generation;
 pub mod labels;
 mod names;
 pub mod pairs;
-mod sentence_settings;
+pub(super) mod sentence_settings;
 pub mod speak;
 #[cfg(feature = "candle-transformers")]
 pub mod text_image;
@@ -30,7 +30,7 @@ use super::load::{ModelFiles, weights};
 use super::nets::check_widths;
 use super::nets::encoder::config::NetworkConfig;
 use super::nets::encoder::{Output, TextNetwork};
-use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
+use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::Body;
 
 /// The largest body of texts that counts as brief, in bytes. A tokenizer takes about 2 ms for 4 KiB of text,
@@ -61,7 +61,7 @@ fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError
 }
 
 /// Loads a network for texts, and its tokenizer.
-fn load_text_model(
+pub(super) fn load_text_model(
     spec: &LoadSpec,
     device: &Device,
     files: &ModelFiles,
@@ -114,6 +114,33 @@ fn text_input(
     }
     let size = tokens.ids.len();
     Ok(SizedInput::new(tokens, size))
+}
+
+/// Makes the inputs of the texts in `field` of a request. A text that is too long fails the task.
+pub(super) fn tokenized(
+    tokenizer: &Arc<TextTokenizer>,
+    field: &'static str,
+    texts: Vec<String>,
+    max_inputs: usize,
+) -> Result<Inputs<Tokens>, TaskError> {
+    if texts.len() > max_inputs {
+        let message = format!("{field} holds {} items; this pool takes at most {max_inputs}", texts.len());
+        return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(field));
+    }
+    let tokenizer = tokenizer.clone();
+    let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
+        let path = || format!("{field}[{index}]");
+        let tokens = tokenizer.text(&text).map_err(|error| error.with_param(path()))?;
+        if tokens.truncated {
+            let (path, max) = (path(), tokenizer.max_tokens());
+            let message =
+                format!("{path} is too long: this model takes at most {max} tokens, special ones included");
+            return Err(TaskError::bad_input(path, message));
+        }
+        let size = tokens.ids.len();
+        Ok(SizedInput::new(tokens, size))
+    });
+    texts.into_inputs().map(|(_, inputs)| inputs)
 }
 
 /// Makes inputs of a task's texts, and of images among them: all at once if they are few, else slice by slice.

@@ -25,7 +25,8 @@ use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device
 /// A network for texts on one device.
 pub struct TextNetwork {
     encoder: Encoder,
-    pooling: Pooling,
+    /// Without pooling, a text's output is the vectors of its tokens.
+    pooling: Option<Pooling>,
     /// Without a head, a text's output is its pooled vector.
     head: Option<Head>,
     #[cfg(feature = "cuda")]
@@ -35,6 +36,8 @@ pub struct TextNetwork {
 /// The kind of a text's output.
 #[derive(Clone, Debug)]
 pub enum Output {
+    /// The vectors of its tokens, one after the other: `[tokens, hidden]`.
+    Tokens,
     /// One vector, pooled from its tokens' vectors.
     Pooled(Pooling),
     /// One number for each label; the field is the number of labels.
@@ -46,7 +49,7 @@ impl TextNetwork {
     ///
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
-    pub fn load(
+    pub(in crate::model) fn load(
         spec: &LoadSpec,
         device: &Device,
         files: &ModelFiles,
@@ -55,11 +58,13 @@ impl TextNetwork {
         output: &Output,
     ) -> Result<Self, LoadError> {
         let paths = files.weights()?;
+        let of_mode = |mode| Pooling { modes: vec![mode], normalize: false };
         let (pooling, labels) = match output {
+            // The comparison with a CPU takes the mean.
+            Output::Tokens => (of_mode(Mode::Mean), None),
             Output::Pooled(pooling) => (pooling.clone(), None),
             Output::Labels(labels) => {
-                let mode = if config.head_uses_mean { Mode::Mean } else { Mode::Cls };
-                (Pooling { modes: vec![mode], normalize: false }, Some(*labels))
+                (of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }), Some(*labels))
             }
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
@@ -67,7 +72,7 @@ impl TextNetwork {
         let build = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
-                pooling: pooling.clone(),
+                pooling: Some(pooling.clone()),
                 head: None,
                 #[cfg(feature = "cuda")]
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
@@ -81,10 +86,13 @@ impl TextNetwork {
             fitness::compare(&mut network, reference, head.as_ref(), tokenizer, spec)?;
         }
         network.head = head;
+        if matches!(output, Output::Tokens) {
+            network.pooling = None;
+        }
         Ok(network)
     }
 
-    /// Computes the outputs of texts from their pooled vectors. `lengths` are the numbers of tokens of the texts.
+    /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
         let outputs = match &self.head {
             None => vectors,
@@ -114,8 +122,8 @@ impl Forward for TextNetwork {
         }
         let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = &mut self.gpu {
-            let submitted = gpu.submit(&self.encoder, &self.pooling, inputs, lengths.clone());
+        if let (Some(gpu), Some(pooling)) = (&mut self.gpu, &self.pooling) {
+            let submitted = gpu.submit(&self.encoder, pooling, inputs, lengths.clone());
             let submitted = submitted.map_err(|error| device::forward_error(&error))?;
             return Ok(Pending::OnGpu(submitted, lengths));
         }
@@ -125,12 +133,12 @@ impl Forward for TextNetwork {
         let rows = rows.map_err(|error| device::forward_error(&error))?;
         let width = self.encoder.width();
         let mut remaining = &*rows;
-        let pooled = lengths.iter().map(|length| {
+        let vectors = lengths.iter().map(|length| {
             let (text, rest) = remaining.split_at(length * width);
             remaining = rest;
-            self.pooling.pool(text, width)
+            self.pooling.as_ref().map_or_else(|| text.to_vec(), |pooling| pooling.pool(text, width))
         });
-        Ok(Pending::Outputs(self.outputs(pooled.collect(), &lengths)))
+        Ok(Pending::Outputs(self.outputs(vectors.collect(), &lengths)))
     }
 
     fn wait(&mut self, pending: Pending) -> Result<Vec<Result<Vec<f32>, TaskError>>, ForwardError> {
@@ -138,8 +146,10 @@ impl Forward for TextNetwork {
             Pending::Outputs(outputs) => Ok(outputs),
             #[cfg(feature = "cuda")]
             Pending::OnGpu(submitted, lengths) => {
-                let Some(gpu) = &mut self.gpu else { return Ok(Vec::new()) };
-                let vectors = gpu.finish(submitted, &self.pooling);
+                let (Some(gpu), Some(pooling)) = (&mut self.gpu, &self.pooling) else {
+                    return Ok(Vec::new());
+                };
+                let vectors = gpu.finish(submitted, pooling);
                 let vectors = vectors.map_err(|error| device::forward_error(&error))?;
                 Ok(self.outputs(vectors, &lengths))
             }
@@ -148,7 +158,7 @@ impl Forward for TextNetwork {
 
     #[cfg(feature = "cuda")]
     fn is_asynchronous(&self) -> bool {
-        self.gpu.is_some()
+        self.gpu.is_some() && self.pooling.is_some()
     }
 }
 
