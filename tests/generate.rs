@@ -20,7 +20,7 @@ use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
 
 /// Models with random weights.
-const TINY: [&str; 14] = [
+const TINY: [&str; 15] = [
     "generate-llama",
     "generate-llama3",
     "generate-qwen2",
@@ -35,6 +35,7 @@ const TINY: [&str; 14] = [
     "generate-qwen3_moe",
     "generate-smollm3",
     "generate-granite",
+    "generate-olmo2",
 ];
 
 /// The context of a pool that computes a sequence as the reference library does, which begins with `prompt` tokens and ends
@@ -277,8 +278,18 @@ fn logits_are_those_of_the_reference_library_however_the_prompt_is_cut() {
 #[test]
 fn logits_of_gguf_files_are_those_of_the_reference_library() {
     // llama.cpp reads these files with the same results (`scripts/make-gguf-fixtures.py`).
-    for name in ["ministral3", "yarn", "gemma", "gemma2", "gemma3", "phi3", "qwen3_moe", "smollm3", "granite"]
-    {
+    for name in [
+        "ministral3",
+        "yarn",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "qwen3_moe",
+        "smollm3",
+        "granite",
+        "olmo2",
+    ] {
         let fixture_name = format!("generate-{name}");
         let path = fixture("gguf").join(format!("{name}.gguf"));
         for prompt in expected(&fixture_name)["prompts"].as_array().expect("a list") {

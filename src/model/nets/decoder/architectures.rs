@@ -173,6 +173,14 @@ const ALL: &[Architecture] = &[
         ..LLAMA
     },
     Architecture { name: "granite", gguf: "granite", defaults: r#"{"attention_multiplier": 1.0}"#, ..LLAMA },
+    Architecture {
+        name: "olmo2",
+        gguf: "olmo2",
+        norms: Norms::After,
+        head_norms: HeadNorms::All,
+        gguf_has_adjacent_pairs: false,
+        ..LLAMA
+    },
 ];
 
 /// The names in `model_type` of models of images and text, whose text part is a decoder.

@@ -512,7 +512,7 @@ mod tests {
     use crate::model::ops::NumberFormat;
     use crate::model::ops::kv::KvBlocks;
 
-    const TINY: [&str; 14] = [
+    const TINY: [&str; 15] = [
         "generate-llama",
         "generate-llama3",
         "generate-qwen2",
@@ -527,6 +527,7 @@ mod tests {
         "generate-qwen3_moe",
         "generate-smollm3",
         "generate-granite",
+        "generate-olmo2",
     ];
     const BLOCKS: usize = 40;
 
