@@ -275,6 +275,36 @@ fn logits_are_those_of_the_reference_library_however_the_prompt_is_cut() {
     }
 }
 
+/// The folder of a model of images and text whose text part is that of `name`, as transformers saves it.
+fn with_text_part(name: &str, model_type: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let read = |file: &str| std::fs::read(fixture(name).join(file)).expect("a fixture");
+    let write =
+        |file: &str, content: Vec<u8>| std::fs::write(folder.path().join(file), content).expect("a disk");
+    let text: Value = serde_json::from_slice(&read("config.json")).expect("JSON");
+    let config = json!({"model_type": model_type, "architectures": ["It"], "text_config": text});
+    write("config.json", config.to_string().into_bytes());
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        write(file, read(file));
+    }
+    let tensors = candle_core::safetensors::load(fixture(name).join("model.safetensors"), &Device::Cpu);
+    let renamed =
+        tensors.expect("tensors").into_iter().map(|(key, tensor)| (format!("language_model.{key}"), tensor));
+    let path = folder.path().join("model.safetensors");
+    candle_core::safetensors::save(&renamed.collect(), path).expect("a disk");
+    folder
+}
+
+#[test]
+fn the_text_part_of_a_model_of_images_and_text_is_the_decoder() {
+    for (name, model_type) in [("generate-gemma3", "gemma3"), ("generate-ministral3", "mistral3")] {
+        let folder = with_text_part(name, model_type);
+        let ids = numbers(&expected(name)["prompts"][3]["ids"]);
+        let whole = logits(&fixture(name), &ids, usize::MAX >> 1);
+        assert_eq!(logits(folder.path(), &ids, usize::MAX >> 1), whole, "{name}");
+    }
+}
+
 #[test]
 fn logits_of_gguf_files_are_those_of_the_reference_library() {
     // llama.cpp reads these files with the same results (`scripts/make-gguf-fixtures.py`).
