@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The features that `--version` names, in its order.
-const FEATURES: [&str; 5] = ["candle-transformers", "cuda", "http", "otlp", "top"];
+const FEATURES: [&str; 6] = ["candle-transformers", "cuda", "http", "otlp", "tables", "top"];
 const FOLDER: &str = "src/model/ops/gpu";
 const KERNELS: [&str; 4] = ["activation", "add_norm", "attention", "pooling"];
 

@@ -242,6 +242,8 @@ fn safetensors_weights_with_fewer_bits_give_nearly_the_same_logits_however_the_p
                     (logits(&path, &ids, ids.len()), logits_in(format, &path, &ids, ids.len()));
                 let error: f32 = exact.iter().zip(&found).map(|(a, b)| (a - b).powi(2)).sum();
                 let off = (error / exact.iter().map(|x| x * x).sum::<f32>()).sqrt();
+                // Where another expert is chosen, the numbers are others.
+                let most = if name.contains("moe") { 2.0 * most } else { most };
                 assert!(off > 0.0 && off < most, "{name} {dtype:?}: {off}");
                 assert_eq!(logits_in(format, &path, &ids, 3), found, "{name} {dtype:?}");
             }

@@ -36,12 +36,13 @@ const NOT_SHOWN: [&str; 3] = ["amq_protocol", "lapin", "symphonia"];
 /// contain the data that the library handles: tokenizers prints each character of a text, ureq prints addresses and
 /// headers (a collector's key, a signed address of a model), OpenTelemetry the collector's answers, rustls its
 /// handshakes. All libraries that log are listed, so that new releases need no review of each log line.
-const WARNINGS_ONLY: [&str; 15] = [
+const WARNINGS_ONLY: [&str; 16] = [
     "axum",
     "candle_transformers",
     "hf_hub",
     "hickory",
     "hyper",
+    "iana_time_zone",
     "jiff",
     "jni",
     "mio",

@@ -158,7 +158,7 @@ async fn restarts_are_counted_by_their_reason() {
         let counted: Vec<_> =
             report.restarts.iter().map(|(reason, count)| (reason.as_str(), *count)).collect();
         assert_eq!(counted, [("broker_lost", 1), ("killed", 1), ("requested", 1)]);
-        assert_eq!(report.last_failure.as_deref(), Some("signal: 9 (SIGKILL)"));
+        assert!(report.last_failure.is_some_and(|failure| failure.starts_with("signal: 9 (SIGKILL)")));
         stage.drain();
     });
     assert_eq!(exit.await, Exit::Done);

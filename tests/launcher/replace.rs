@@ -69,7 +69,7 @@ async fn settings_by_which_no_worker_gets_ready_leave_the_old_ones_and_say_why()
         all_ready(&board, 2).await;
         let done = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
         let words = done.unwrap_err();
-        assert!(words.contains("embed/0") && words.contains("the model cannot be loaded"), "{words}");
+        assert!(words.contains("embed/0") && words.contains("the model cannot be served"), "{words}");
         assert_eq!(board.read(|status| status.reloads_refused), 1);
         assert_eq!((stage.lines("born-0").len(), stage.lines("born-1").len()), (2, 1));
         all_ready(&board, 2).await;
@@ -188,7 +188,7 @@ async fn in_turn_the_old_worker_ends_first_and_bad_settings_are_taken_back() {
         assert_eq!(done.as_deref(), Ok("workers replaced: 2, slots started: 0, slots ended: 0"));
         all_ready(&board, 2).await;
         let refused = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
-        assert!(refused.is_err_and(|words| words.contains("the model cannot be loaded")));
+        assert!(refused.is_err_and(|words| words.contains("the model cannot be served")));
         all_ready(&board, 2).await;
         let models = |slot: &str| board.read(|status| status.slots[slot].report.model.clone());
         assert_eq!((models("embed/0").as_str(), models("embed/1").as_str()), ("other", "other"));
@@ -289,7 +289,7 @@ async fn a_dead_workers_successor_that_is_never_ready_takes_its_settings_along()
             slot_is(&board, "embed/0", State::Starting).await;
             std::fs::write(stage.path("on"), "").unwrap();
         };
-        assert!(tokio::join!(reload, meanwhile).0.is_err_and(|words| words.contains("cannot be loaded")));
+        assert!(tokio::join!(reload, meanwhile).0.is_err_and(|words| words.contains("cannot be served")));
         all_ready(&board, 1).await;
         assert_eq!(board.read(|status| status.slots["embed/0"].report.model.clone()), before);
         stage.drain();

@@ -232,11 +232,13 @@ fn weights_that_are_not_finite_are_named_and_exit_with_82_in_every_dtype() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
     let rig = Rig::new(&[line("a", json!({"input": "a"}))]);
     let model = rig.path("broken");
-    std::fs::create_dir(&model).unwrap();
-    for file in std::fs::read_dir(fixture).unwrap() {
-        let file = file.unwrap();
-        if file.path().is_file() {
-            std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    std::fs::create_dir_all(model.join("1_Pooling")).unwrap();
+    for folder in ["", "1_Pooling"] {
+        for file in std::fs::read_dir(fixture.join(folder)).unwrap() {
+            let file = file.unwrap();
+            if file.path().is_file() {
+                std::fs::copy(file.path(), model.join(folder).join(file.file_name())).unwrap();
+            }
         }
     }
     let weights = model.join("model.safetensors");

@@ -8,7 +8,7 @@ use crate::model::ops::Activation;
 pub struct Architecture {
     /// Its name in `model_type` of `config.json`.
     pub name: &'static str,
-    /// Its name in GGUF files.
+    /// Its name in GGUF files. Empty if they have the name of another architecture.
     pub gguf: &'static str,
     /// The values that published files of the architecture may leave out, by their names in `config.json`. In JSON.
     pub defaults: &'static str,
@@ -135,6 +135,7 @@ const ALL: &[Architecture] = &[
     LLAMA,
     Architecture {
         name: "mistral",
+        gguf: "",
         defaults: r#"{"sliding_window": 4096}"#,
         windows: Windows::Always,
         ..LLAMA
@@ -197,12 +198,25 @@ pub const CONFIG_NAMES: [&str; ALL.len() + WITH_TEXT_PART.len()] = {
     names
 };
 
-/// The names of all architectures in GGUF files. Mistral has Llama's.
-pub const GGUF_NAMES: [&str; ALL.len()] = {
-    let mut names = [""; ALL.len()];
-    let mut index = 0;
-    while index < names.len() {
-        names[index] = ALL[index].gguf;
+/// The number of architectures that have a name of their own in GGUF files.
+const IN_GGUF: usize = {
+    let (mut count, mut index) = (0, 0);
+    while index < ALL.len() {
+        count += !ALL[index].gguf.is_empty() as usize;
+        index += 1;
+    }
+    count
+};
+
+/// The names of architectures in GGUF files.
+pub const GGUF_NAMES: [&str; IN_GGUF] = {
+    let mut names = [""; IN_GGUF];
+    let (mut count, mut index) = (0, 0);
+    while index < ALL.len() {
+        if !ALL[index].gguf.is_empty() {
+            names[count] = ALL[index].gguf;
+            count += 1;
+        }
         index += 1;
     }
     names

@@ -2,7 +2,7 @@
 //! computed from it alone. A description that cannot be computed is refused here.
 
 use super::architectures::Architecture;
-use super::rope::Rotation;
+use super::rope::{Refusal, Rotation};
 use crate::model::ops::causal::Scoring;
 use crate::model::ops::kv::{KvNumbers, KvShape};
 use crate::model::ops::{Activation, Rotary, tanh};
@@ -106,9 +106,6 @@ impl QueryGrowth {
         1.0 + self.beta * ((1 + position / self.original) as f32).ln()
     }
 }
-
-/// Why a description is refused: a property is not supported or impossible.
-pub(super) type Refusal = String;
 
 /// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow. A
 /// wrong size is detected by the shape of a tensor, before more than about 100 MB are allocated.

@@ -389,7 +389,7 @@ fn rotated(x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
     if rotated == width {
         return Ok(first);
     }
-    Tensor::cat(&[first, x.narrow(2, rotated, width - rotated)?], 2)
+    Tensor::cat(&[first, x.narrow(2, rotated, width - rotated)?], 2)?.contiguous()
 }
 
 /// Copies weights to a device.

@@ -7,9 +7,9 @@ use serde_json::{Map, Value, json};
 
 use super::architectures::{Architecture, WITH_TEXT_PART, Windows, named, named_in_gguf};
 use super::config::{
-    Biases, DecoderConfig, Experts, LayerConfig, MAX_HEADS, MAX_LAYERS, QueryGrowth, Refusal, at_most,
+    Biases, DecoderConfig, Experts, LayerConfig, MAX_HEADS, MAX_LAYERS, QueryGrowth, at_most,
 };
-use super::rope::{Rope, RopeBase, Rotation};
+use super::rope::{Refusal, Rope, RopeBase, Rotation};
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
@@ -146,6 +146,12 @@ impl DecoderConfig {
         let fields = gguf_fields(gguf, architecture)?;
         let mut config = from_fields(architecture, fields).map_err(|reason| gguf.fault(reason))?;
         config.is_tied = !gguf.has("output.weight");
+        let has_bias = |names: &[&str]| names.iter().any(|name| gguf.has(&format!("blk.0.{name}.bias")));
+        config.biases = Biases {
+            qkv: has_bias(&["attn_q", "attn_qkv"]),
+            out: has_bias(&["attn_output"]),
+            feed_forward: has_bias(&["ffn_down"]),
+        };
         let scaled = |name: &str, frequencies: &[f32]| {
             let factors = gguf.vector(name, frequencies.len())?;
             Ok(frequencies.iter().zip(factors).map(|(frequency, factor)| frequency / factor).collect())

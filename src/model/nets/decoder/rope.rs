@@ -5,8 +5,10 @@ use std::f64::consts::PI;
 
 use serde::Deserialize;
 
-use super::config::Refusal;
 use crate::model::ops::Rotary;
+
+/// Why a description of a decoder is refused: a property is not supported or impossible.
+pub(super) type Refusal = String;
 
 /// How heads are rotated.
 #[derive(Clone, Debug, PartialEq)]
