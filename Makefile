@@ -77,6 +77,7 @@ test-without-lint: ## the tests of `make test` alone
 	scripts/fetch-model
 	scripts/fetch-efficientnet
 	scripts/fetch-smollm2
+	scripts/fetch-gemma3
 	scripts/fetch-whisper
 	scripts/fetch-recordings
 	scripts/fetch-hibari
