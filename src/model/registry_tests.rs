@@ -152,7 +152,10 @@ fn the_architecture_of_a_gguf_file_is_read_from_it() {
     let architecture = gguf_file::Value::String("bert".into());
     gguf_file::write(&mut file, &[("general.architecture", &architecture)], &[]).unwrap();
     let error = served(path.to_str().unwrap(), None).err().unwrap().to_string();
-    assert!(error.contains("\"bert\" in GGUF; served are for generate: llama, qwen2, qwen3"), "{error}");
+    assert!(
+        error.contains("\"bert\" in GGUF; served are for generate: llama, mistral3, qwen2, qwen3"),
+        "{error}"
+    );
     std::fs::write(&path, "GGUF").unwrap();
     let error = served(path.to_str().unwrap(), None).err().unwrap().to_string();
     assert!(error.contains("model.gguf"), "{error}");

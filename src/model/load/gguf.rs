@@ -99,9 +99,10 @@ impl Gguf {
                 GgmlDType::F32 => finite::not_finite_f32(bytes),
                 GgmlDType::F16 => finite::not_finite_f16(bytes),
                 GgmlDType::BF16 => finite::not_finite_bf16(bytes),
-                GgmlDType::Q4_0 | GgmlDType::Q8_0 => in_blocks(0..2),
-                GgmlDType::Q4_1 | GgmlDType::Q4K => in_blocks(0..4),
-                GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
+                GgmlDType::Q4_0 | GgmlDType::Q5_0 | GgmlDType::Q8_0 => in_blocks(0..2),
+                GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q4K | GgmlDType::Q5K => in_blocks(0..4),
+                GgmlDType::Q3K | GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
+                GgmlDType::Q2K => in_blocks(block_bytes - 4..block_bytes),
                 // Loading refuses it.
                 _ => None,
             };
@@ -186,8 +187,14 @@ impl Gguf {
             GgmlDType::Q8_0 => groups(NumberFormat::Bits8, q8_0),
             GgmlDType::Q4K => groups(NumberFormat::Bits4, q4_k),
             GgmlDType::Q6K => groups(NumberFormat::Bits8By16, q6_k),
+            // These have no kernel of their own. Their numbers stay as they are, in 8 bits each.
+            GgmlDType::Q5_0 => groups(NumberFormat::Bits8, q5_0),
+            GgmlDType::Q5_1 => groups(NumberFormat::Bits8, q5_1),
+            GgmlDType::Q5K => groups(NumberFormat::Bits8, q5_k),
+            GgmlDType::Q3K => groups(NumberFormat::Bits8By16, q3_k),
+            GgmlDType::Q2K => groups(NumberFormat::Bits8By16, q2_k),
             other => {
-                let known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K and Q6_K";
+                let known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K to Q6_K";
                 return Err(self.fault(format!("tensor {name} is {other:?}; read are {known}")));
             }
         })
@@ -304,6 +311,22 @@ fn q8_0(row: &[u8], group: usize) -> Group {
     Group { scale, offset: -128.0 * scale, q }
 }
 
+/// The scale and the minimum of a group of 32 numbers in a block of Q4_K or Q5_K.
+fn k_scale_and_min(packed: &[u8], index: usize) -> (u8, u8) {
+    // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. For groups 0 to 3, the lower
+    // 6 bits of bytes 0 to 3 are the scales, and the lower 6 bits of bytes 4 to 7 the minimums. For groups 4 to 7, the
+    // lower halves of bytes 8 to 11 are the lower 4 bits of the scales, and their upper halves the lower 4 bits of the
+    // minimums. The upper 2 bits of these scales are the upper 2 bits of bytes 0 to 3, and those of the minimums of
+    // bytes 4 to 7.
+    match index {
+        0..4 => (packed[index] & 63, packed[index + 4] & 63),
+        _ => (
+            packed[index + 4] & 15 | packed[index - 4] >> 6 << 4,
+            packed[index + 4] >> 4 | packed[index] >> 6 << 4,
+        ),
+    }
+}
+
 /// The block holds 256 4-bit numbers in 8 groups. It has a scale and a minimum, which are multiplied by the scale and
 /// the minimum of each group.
 fn q4_k(row: &[u8], group: usize) -> Group {
@@ -311,24 +334,88 @@ fn q4_k(row: &[u8], group: usize) -> Group {
     let (scale, min, packed, numbers) =
         (f16_number(block), f16_number(&block[2..]), &block[4..16], &block[16..]);
     let index = group % 8;
-    // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. For groups 0 to 3, the lower
-    // 6 bits of bytes 0 to 3 are the scales, and the lower 6 bits of bytes 4 to 7 the minimums. For groups 4 to 7, the
-    // lower halves of bytes 8 to 11 are the lower 4 bits of the scales, and their upper halves the lower 4 bits of the
-    // minimums. The upper 2 bits of these scales are the upper 2 bits of bytes 0 to 3, and those of the minimums of
-    // bytes 4 to 7.
-    let (group_scale, group_min) = match index {
-        0..4 => (packed[index] & 63, packed[index + 4] & 63),
-        _ => (
-            packed[index + 4] & 15 | packed[index - 4] >> 6 << 4,
-            packed[index + 4] >> 4 | packed[index] >> 6 << 4,
-        ),
-    };
+    let (group_scale, group_min) = k_scale_and_min(packed, index);
     let mut q = [0; 32];
     // Two groups share 32 bytes: one has the lower halves, the other the upper ones.
     for (q, byte) in q.iter_mut().zip(&numbers[index / 2 * 32..]) {
         *q = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
     }
     Group { scale: scale * f32::from(group_scale), offset: -(min * f32::from(group_min)), q }
+}
+
+/// 32 numbers of 5 bits, whose upper bits are in the first 4 bytes, number 0's in the lowest bit.
+fn fives(bytes: &[u8]) -> [u8; 32] {
+    let high = bytes.first_chunk().map_or(0, |bits| u32::from_le_bytes(*bits));
+    let mut q = nibbles(&bytes[4..]);
+    (0..).zip(&mut q).for_each(|(index, q)| *q |= ((high >> index & 1) as u8) << 4);
+    q
+}
+
+/// The block holds a scale, then 32 5-bit numbers, stored with 16 added.
+fn q5_0(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 22..][..22];
+    let scale = f16_number(block);
+    Group { scale, offset: -16.0 * scale, q: fives(&block[2..]) }
+}
+
+/// The block holds a scale and an offset, then 32 5-bit numbers.
+fn q5_1(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 24..][..24];
+    Group { scale: f16_number(block), offset: f16_number(&block[2..]), q: fives(&block[4..]) }
+}
+
+/// As [`q4_k`], with a fifth bit of each number: that of group g is bit g of 32 bytes that all groups share.
+fn q5_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 8 * 176..][..176];
+    let (packed, high, numbers) = (&block[4..16], &block[16..48], &block[48..]);
+    let index = group % 8;
+    let (group_scale, group_min) = k_scale_and_min(packed, index);
+    let mut q = [0; 32];
+    for ((q, byte), high) in q.iter_mut().zip(&numbers[index / 2 * 32..]).zip(high) {
+        let lower = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
+        *q = lower | (high >> index & 1) << 4;
+    }
+    let (scale, min) = (f16_number(block), f16_number(&block[2..]));
+    Group { scale: scale * f32::from(group_scale), offset: -(min * f32::from(group_min)), q }
+}
+
+/// The 16 2-bit numbers of a group, of 256 in 64 bytes. The block has two halves of 128 numbers. The four quarters of 32
+/// numbers in a half share bytes, and have two groups each.
+fn twos(bytes: &[u8], index: usize) -> [u8; 32] {
+    let (half, quarter, first) = (index / 8, index % 8 / 2, index % 2 * 16);
+    let mut q = [0; 32];
+    let numbers = &bytes[half * 32 + first..];
+    q.iter_mut().take(16).zip(numbers).for_each(|(q, byte)| *q = byte >> (2 * quarter) & 3);
+    q
+}
+
+/// The block holds 256 3-bit numbers, stored with 4 added, in 16 groups of 16: first the upper bits, then the lower two.
+/// Its scale is multiplied by the scale of each group, of 6 bits, stored with 32 added.
+fn q3_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 110..][..110];
+    let (high, rest) = block.split_at(32);
+    let (low, rest) = rest.split_at(64);
+    let (scales, scale) = rest.split_at(12);
+    let index = group % 16;
+    let mut q = twos(low, index);
+    for (q, high) in q.iter_mut().take(16).zip(&high[index % 2 * 16..]) {
+        *q |= (high >> (index / 2) & 1) << 2;
+    }
+    // The lower 4 bits of the scales are in the halves of the first 8 bytes, and the upper 2 in the last 4 bytes.
+    let lower = if index < 8 { scales[index] & 15 } else { scales[index - 8] >> 4 };
+    let group_scale = lower | (scales[8 + index % 4] >> (2 * (index / 4)) & 3) << 4;
+    let scale = f16_number(scale) * (f32::from(group_scale) - 32.0);
+    Group { scale, offset: -4.0 * scale, q }
+}
+
+/// The block holds 256 2-bit numbers in 16 groups of 16. A byte for each group has its scale and, in the upper half, its
+/// minimum, which are multiplied by those of the block.
+fn q2_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 84..][..84];
+    let index = group % 16;
+    let (scale, min) = (f16_number(&block[80..]), f16_number(&block[82..]));
+    let (group_scale, group_min) = (f32::from(block[index] & 15), f32::from(block[index] >> 4));
+    Group { scale: scale * group_scale, offset: -(min * group_min), q: twos(&block[16..80], index) }
 }
 
 /// The block holds 256 6-bit numbers, stored with 32 added, in 16 groups of 16. Its scale is multiplied by the signed
@@ -373,8 +460,13 @@ mod tests {
             GgmlDType::BF16,
             GgmlDType::Q4_0,
             GgmlDType::Q4_1,
+            GgmlDType::Q5_0,
+            GgmlDType::Q5_1,
             GgmlDType::Q8_0,
+            GgmlDType::Q2K,
+            GgmlDType::Q3K,
             GgmlDType::Q4K,
+            GgmlDType::Q5K,
             GgmlDType::Q6K,
         ] {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
@@ -403,8 +495,13 @@ mod tests {
             (GgmlDType::F16, 10, 5),
             (GgmlDType::Q4_0, 18, 32),
             (GgmlDType::Q4_1, 2, 0),
+            (GgmlDType::Q5_0, 22, 32),
+            (GgmlDType::Q5_1, 2, 0),
             (GgmlDType::Q8_0, 2 * 34, 64),
+            (GgmlDType::Q2K, 82, 0),
+            (GgmlDType::Q3K, 110 + 108, 256),
             (GgmlDType::Q4K, 144 + 2, 256),
+            (GgmlDType::Q5K, 2, 0),
             (GgmlDType::Q6K, 208, 0),
         ] {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
@@ -426,7 +523,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
         let x = Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let tensor = QTensor::quantize(&x, GgmlDType::Q5_0).unwrap();
+        let tensor = QTensor::quantize(&x, GgmlDType::Q8_1).unwrap();
         gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
         let error = |gguf: &Gguf, name, shape: [usize; 2]| {
             gguf.matrix_of_rows(name, &[shape[1], shape[0]], shape, |row| row).err().unwrap().to_string()
@@ -434,7 +531,7 @@ mod tests {
         let gguf = Gguf::read(&path).unwrap();
         assert!(error(&gguf, "v", [32, 2]).contains("tensor v is missing"));
         assert!(error(&gguf, "w", [32, 3]).contains("[2, 32]"));
-        assert!(error(&gguf, "w", [32, 2]).contains("Q5_0; read are F32"));
+        assert!(error(&gguf, "w", [32, 2]).contains("Q8_1; read are F32"));
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 32]).unwrap();
         assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("past the end of the file"));

@@ -674,6 +674,8 @@ mod tests {
             ] {
                 let found = case.fed(&mut case.on_device(dtype, numbers), &tables, 0, CUT).concat();
                 let error = distance(&found, &expected);
+                // Where another expert is chosen, the numbers are others.
+                let tolerance = if name.contains("moe") { 5.0 * tolerance } else { tolerance };
                 assert!(error > 0.0 && error < tolerance, "{name}, {dtype:?}, {numbers:?}: {error}");
             }
         }
