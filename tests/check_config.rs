@@ -101,7 +101,7 @@ fn int8_needs_widths_that_its_groups_divide() {
 #[test]
 fn the_dtype_that_a_worker_will_try_first_is_shown() {
     let first = |cpu_features| {
-        let spec = LoadSpec { is_dtype_chosen: true, cpu_features, ..LoadSpec::new("a") };
+        let spec = LoadSpec { is_dtype_auto: true, cpu_features, ..LoadSpec::new("a") };
         spec.candidates()[0].dtype.name()
     };
     let (best, none) = (first(CpuFeatures::Auto), first(CpuFeatures::None));

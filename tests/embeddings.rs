@@ -201,7 +201,7 @@ fn a_chosen_precision_passes_its_check() {
         let source = minilm_folder();
         let spec = LoadSpec {
             dtype,
-            is_dtype_chosen: true,
+            is_dtype_auto: true,
             ..LoadSpec::new(source.to_str().expect("a path in UTF-8"))
         };
         embed::load(&spec, &Device::Cpu).map(drop).unwrap_or_else(|error| panic!("{error}"));

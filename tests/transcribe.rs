@@ -248,7 +248,7 @@ fn real_recordings_have_transformers_transcripts_alone_and_together() {
 fn weights_with_fewer_bits_write_nearly_the_same_words() {
     let expected = expected_json(TINY_EN);
     for dtype in [Dtype::Bf16, Dtype::Int8] {
-        let spec = LoadSpec { dtype, is_dtype_chosen: true, ..spec(TINY_EN, &[("sequences", 16.into())]) };
+        let spec = LoadSpec { dtype, is_dtype_auto: true, ..spec(TINY_EN, &[("sequences", 16.into())]) };
         let mut model = transcribe::load(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
         let (mut all, mut wrong) = (0, 0);
         for (sound, right) in &expected {

@@ -252,7 +252,7 @@ impl Registry {
         if let Some(rules) = self.family(pool).and_then(Family::files) {
             let spec = spec_here(pool, slots);
             let ((), dtype) = spec.first_that(rules.check)?;
-            chosen = spec.is_dtype_chosen.then_some(dtype);
+            chosen = spec.is_dtype_auto.then_some(dtype);
         }
         let assumptions = self.assumptions(pool)?;
         if pool.strict_model && !assumptions.is_empty() {

@@ -150,7 +150,7 @@ fn judged(
     let LoadError::Unfit { device, why: Unfit::WrongResult, reason } = error else { return error };
     let dtype = spec.dtype;
     // Of a format that is not set, another one is tried next; the last is f32.
-    let in_f32 = if dtype == Dtype::F32 || spec.is_dtype_chosen {
+    let in_f32 = if dtype == Dtype::F32 || spec.is_dtype_auto {
         None
     } else if spec.device == "cpu" {
         Some(Ok(()))
@@ -277,7 +277,7 @@ mod tests {
         let error = judged(unfit("off by 7"), &on_gpu, |_| Err(unfit("off by 8")));
         let LoadError::Unfit { reason, .. } = error else { panic!("{error}") };
         assert!(["off by 7", "off by 8", "dcgmi"].iter().all(|it| reason.contains(it)), "{reason}");
-        let chosen = LoadSpec { is_dtype_chosen: true, ..on_gpu };
+        let chosen = LoadSpec { is_dtype_auto: true, ..on_gpu };
         for (spec, advice) in
             [(chosen, false), (spec("GPU-5a", Dtype::F32), true), (spec("cpu", Dtype::F32), false)]
         {

@@ -459,7 +459,7 @@ pub struct LoadSpec {
     pub dtype: Dtype,
     /// Whether the type is chosen for this device: the pool's `dtype` is "auto". The accepted difference from f32 is then
     /// smaller than for a type that the operator set. In the specification of a pool `dtype` means nothing then.
-    pub is_dtype_chosen: bool,
+    pub is_dtype_auto: bool,
     /// The vector units that a CPU computes with: the pool's `cpu_features` setting.
     pub cpu_features: CpuFeatures,
     /// The pool's `[pool.options]`: settings that only this model knows.
@@ -477,7 +477,7 @@ impl LoadSpec {
     /// The specifications with which loading is tried, in this order. If the type is chosen: on a CPU one for each of its
     /// fast number formats, on a GPU bf16 and f16, and then f32. Otherwise only this one.
     pub fn candidates(&self) -> Vec<Self> {
-        if !self.is_dtype_chosen {
+        if !self.is_dtype_auto {
             return vec![self.clone()];
         }
         let faster = if self.device == "cpu" {
@@ -495,12 +495,12 @@ impl LoadSpec {
     /// How this CPU multiplies bf16, for the operator: if that is the type, or if the type is chosen and AVX512-BF16 is too
     /// slow for bf16 to be a candidate.
     pub fn bf16_note(&self) -> Option<String> {
-        let may_be_bf16 = self.is_dtype_chosen || self.dtype == Dtype::Bf16;
+        let may_be_bf16 = self.is_dtype_auto || self.dtype == Dtype::Bf16;
         if self.device != "cpu" || !may_be_bf16 {
             return None;
         }
         match ops::bf16_products(self.cpu_features) {
-            products if !self.is_dtype_chosen => Some(products.to_string()),
+            products if !self.is_dtype_auto => Some(products.to_string()),
             products @ ops::Bf16Products::Avx512 { .. } if !products.use_unit() => {
                 Some(format!("dtype = \"auto\" does not try bf16, because {products}"))
             }
@@ -551,7 +551,7 @@ impl LoadSpec {
             device: "cpu".to_owned(),
             max_inputs: 2_048,
             dtype: Dtype::F32,
-            is_dtype_chosen: false,
+            is_dtype_auto: false,
             cpu_features: CpuFeatures::Auto,
             options: BTreeMap::new(),
             is_strict: false,

@@ -66,8 +66,8 @@ impl FileFormat {
         })
     }
 
-    /// The `response_format` that asks for this format at `url`; none if replies have it without being asked. A URL that
-    /// is not known here, or is not given, is taken to be one that has the format.
+    /// The `response_format` that asks for this format at `url`. None if replies have it without being asked, or if the URL is
+    /// that of a model that is not built in, which may not know the field. Without a URL, it is asked for.
     ///
     /// # Errors
     /// A message: replies of this URL cannot have this format.
@@ -225,7 +225,7 @@ impl<'a> ResultLine<'a> {
         serde_json::from_slice(line)
     }
 
-    /// The body of the result; none if the line has an error.
+    /// The reply's body; none if there is no reply, or its status is not 200.
     pub fn result(&self) -> Option<&'a RawValue> {
         let response = self.response.as_ref().filter(|response| response.status_code == SUCCEEDED)?;
         Some(response.body.unwrap_or(RawValue::NULL))

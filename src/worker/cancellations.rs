@@ -16,13 +16,13 @@ use crate::protocol::Task;
 use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
 use crate::protocol::task::published;
 
-/// How many cancellations may wait. The intake takes all of them at once, so that this many are waiting only if its
+/// The reader waits while at least this many wait. The intake takes all of them at once, so that this many are waiting only if its
 /// thread was busy for seconds.
 const MAX_WAITING: usize = 16_384;
 
 /// How many cancellations are remembered; the oldest are forgotten first.
 const MAX_RECENT: usize = 16_384;
-/// A task that was put off by this time after its cancellation came, counts as put off before it: the clocks of two
+/// A task that was put off up to this long after its cancellation came counts as put off before it: the clocks of two
 /// workers differ, and the intake may not have seen the cancellation yet.
 const TOLERANCE: Duration = Duration::from_secs(1);
 
@@ -72,9 +72,9 @@ struct Recent {
 /// The latest cancellation of a task.
 #[derive(Clone, Copy, Debug)]
 struct Cancelled {
-    /// When it came.
+    /// When the cancellation came.
     at: SystemTime,
-    /// When its requester published it, if it says so.
+    /// When the requester published the cancellation, if that is known.
     published: Option<SystemTime>,
 }
 

@@ -258,7 +258,7 @@ pub fn pool_spec(pool: &Pool, device: &str) -> LoadSpec {
         device: device.to_owned(),
         max_inputs: pool.max_inputs,
         dtype: pool.dtype.fixed().unwrap_or(Dtype::F32),
-        is_dtype_chosen: pool.dtype.fixed().is_none(),
+        is_dtype_auto: pool.dtype.fixed().is_none(),
         cpu_features: pool.cpu_features,
         options: pool.options.clone(),
         is_strict: pool.strict_model,

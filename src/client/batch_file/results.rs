@@ -128,7 +128,7 @@ impl Form {
     }
 }
 
-/// Whether an output of this name has vectors alone.
+/// Whether the only results that an output of this name takes are vectors.
 ///
 /// # Errors
 /// Its ending is that of a format which an output cannot have.
@@ -208,9 +208,9 @@ impl Batch {
         check: impl FnOnce(&ResumePoint) -> Result<(), E>,
     ) -> Result<OpenBatch, E> {
         match self {
-            Self::Lines { inputs, output } => open_one(Source::Lines(inputs), output, check),
+            Self::Lines { inputs, output } => open_single_output(Source::Lines(inputs), output, check),
             #[cfg(feature = "tables")]
-            Self::Table { table, output } => open_one(Source::Table(table), output, check),
+            Self::Table { table, output } => open_single_output(Source::Table(table), output, check),
             Self::Files { inputs, folder } => {
                 let OpenFolder { folder, left, done, results } = Folder::open(folder, inputs)?;
                 let (input, errors) = (InputDigest::default(), ErrorCounts::default());
@@ -224,8 +224,8 @@ impl Batch {
     }
 }
 
-/// Opens an output that has all results.
-fn open_one<E: From<FileError>>(
+/// Opens the one output of all rows.
+fn open_single_output<E: From<FileError>>(
     source: Source<'_>,
     output: &Path,
     check: impl FnOnce(&ResumePoint) -> Result<(), E>,
@@ -314,7 +314,8 @@ impl Results {
         !matches!(self, Self::Folder(_))
     }
 
-    /// Writes the result in an output line. The error tells why a result is not written, though the line has one.
+    /// Takes the result out of an output line, and writes it. The error tells why the result of a line that has one was
+    /// not written.
     ///
     /// # Errors
     /// The file system's.

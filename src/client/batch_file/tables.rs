@@ -140,7 +140,7 @@ impl Table {
     fn request(&self, row: usize, text: Option<&str>) -> Result<BatchRequest, InvalidLine> {
         let custom_id = row.to_string();
         let Some(text) = text else {
-            let problem = format!("the column {:?} is empty", self.column);
+            let problem = format!("the cell in column {:?} is empty", self.column);
             return Err(InvalidLine { custom_id: Some(custom_id), problem });
         };
         let body = if self.asks_base64 && self.url == embeddings::URL {
@@ -411,7 +411,7 @@ mod tests {
         assert_eq!(body["encoding_format"], "base64");
         let empty = rows[1].request.as_ref().unwrap_err();
         assert_eq!(
-            (empty.custom_id.as_deref(), empty.problem.contains("\"text\" is empty")),
+            (empty.custom_id.as_deref(), empty.problem == "the cell in column \"text\" is empty"),
             (Some("2"), true)
         );
         let missing = place.table("t.csv", "txt").digest().unwrap_err().to_string();

@@ -135,7 +135,7 @@ impl Provenance {
 fn recorded_dtype(pool: &Pool) -> String {
     let name = pool.dtype.name();
     match pool_spec(pool, "cpu").candidates().first() {
-        Some(first) if first.is_dtype_chosen => format!("{name}, on this CPU {} first", first.dtype.name()),
+        Some(first) if first.is_dtype_auto => format!("{name}, on this CPU {} first", first.dtype.name()),
         _ => name.to_owned(),
     }
 }

@@ -410,7 +410,7 @@ fn tried(spec: LoadSpec) -> (Vec<Dtype>, Result<Dtype, LoadError>) {
 
 #[test]
 fn the_first_number_format_is_chosen_that_a_model_can_have_and_computes_well_enough() {
-    let chosen = LoadSpec { is_dtype_chosen: true, ..LoadSpec::new("own") };
+    let chosen = LoadSpec { is_dtype_auto: true, ..LoadSpec::new("own") };
     let candidates: Vec<Dtype> = chosen.candidates().iter().map(|spec| spec.dtype).collect();
     let (all, loaded) = tried(chosen);
     assert_eq!(all, candidates[..3.min(candidates.len())]);

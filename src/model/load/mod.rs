@@ -38,7 +38,7 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
     };
     let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
     // In half precision at best, on a GPU.
-    if spec.is_dtype_chosen {
+    if spec.is_dtype_auto {
         return Some(bytes / 2);
     }
     Some(match spec.dtype {

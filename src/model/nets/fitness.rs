@@ -94,7 +94,7 @@ pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError
     }
     let root_mean_square =
         (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
-    if !spec.is_dtype_chosen || root_mean_square <= CHOSEN_MEAN_TOLERANCE {
+    if !spec.is_dtype_auto || root_mean_square <= CHOSEN_MEAN_TOLERANCE {
         return Ok(());
     }
     let reason = format!(
@@ -137,12 +137,11 @@ pub fn compare_scores(spec: &LoadSpec, found: &[Vec<f32>], expected: &[Vec<f32>]
 
 /// Checks the error of one vector.
 fn check(
-    LoadSpec { device, dtype, is_dtype_chosen, .. }: &LoadSpec,
+    LoadSpec { device, dtype, is_dtype_auto, .. }: &LoadSpec,
     what: &str,
     error: f64,
 ) -> Result<(), LoadError> {
-    let tolerance =
-        if *is_dtype_chosen { tolerance(*dtype).min(CHOSEN_TOLERANCE) } else { tolerance(*dtype) };
+    let tolerance = if *is_dtype_auto { tolerance(*dtype).min(CHOSEN_TOLERANCE) } else { tolerance(*dtype) };
     if error <= tolerance {
         return Ok(());
     }
@@ -188,7 +187,7 @@ mod tests {
     #[test]
     fn a_chosen_precision_keeps_cosines_above_the_documented_ones() {
         let operators = LoadSpec { dtype: Dtype::Int8, ..LoadSpec::new("a") };
-        let chosen = LoadSpec { is_dtype_chosen: true, ..operators.clone() };
+        let chosen = LoadSpec { is_dtype_auto: true, ..operators.clone() };
         // cos 10° = 0.9848, cos 4.5° = 0.9969.
         assert_eq!(compared(&chosen, &[9.8, 1.0, 1.0, 1.0, 1.0, 1.0]), Ok(()));
         let error = compared(&chosen, &[1.0, 10.0, 1.0, 1.0, 1.0, 1.0]).unwrap_err();
@@ -202,7 +201,7 @@ mod tests {
     }
     #[test]
     fn scores_may_be_wrong_by_a_tenth_of_how_far_they_are_apart() {
-        let chosen = LoadSpec { dtype: Dtype::Int8, is_dtype_chosen: true, ..LoadSpec::new("a") };
+        let chosen = LoadSpec { dtype: Dtype::Int8, is_dtype_auto: true, ..LoadSpec::new("a") };
         // The standard deviation is 2 for both labels together, whatever they have in common.
         let expected = [vec![102.0, -7.0], vec![98.0, -3.0], vec![102.0, -3.0], vec![98.0, -7.0]];
         let with_error = |error: f32| {

@@ -70,7 +70,7 @@ pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), Loa
 /// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have, and for a chosen one on a CPU
 /// that would be slower than f32.
 pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
-    if spec.is_dtype_chosen && spec.device == "cpu" && spec.dtype != Dtype::F32 {
+    if spec.is_dtype_auto && spec.device == "cpu" && spec.dtype != Dtype::F32 {
         let reason =
             "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there".to_owned();
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason });

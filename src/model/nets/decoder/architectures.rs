@@ -22,7 +22,7 @@ pub struct Architecture {
     pub has_qkv_biases: bool,
     /// Whether queries, keys and values are one matrix in the files, and the gate and the up projection another.
     pub is_fused: bool,
-    /// The number that safetensors files subtract from the weights of norms. GGUF files have the sums.
+    /// Added to the weights of norms that are read from safetensors files: Gemma's files have w - 1. GGUF files have w.
     pub norm_offset: f32,
     /// Whether token embeddings are multiplied by the square root of their width.
     pub scales_embeddings: bool,
@@ -30,9 +30,9 @@ pub struct Architecture {
     pub gelu: Activation,
     /// Whether the two numbers of a rotated pair are adjacent in GGUF files. Otherwise they are half a head apart.
     pub gguf_has_adjacent_pairs: bool,
-    /// The number of layers of the model whose GGUF files do not say that scores are divided by the square root of the
-    /// width divided by the number of heads; 0 if there is none.
-    pub layers_scaled_by_width: usize,
+    /// One size of the family divides its scores by √(hidden / heads) in the place of √head_dim. Its GGUF files do not say so,
+    /// so that it is known by its number of layers. None if there is no such size.
+    pub gguf_layers_with_width_scale: Option<usize>,
 }
 
 /// Which layers have an attention window, where the file has no `layer_types`.
@@ -83,7 +83,7 @@ const LLAMA: Architecture = Architecture {
     scales_embeddings: false,
     gelu: Activation::Gelu,
     gguf_has_adjacent_pairs: true,
-    layers_scaled_by_width: 0,
+    gguf_layers_with_width_scale: None,
 };
 
 const QWEN2: Architecture = Architecture {
@@ -126,7 +126,8 @@ const GEMMA2: Architecture = Architecture {
     }"#,
     windows: Windows::Alternating,
     norms: Norms::Both,
-    layers_scaled_by_width: 46,
+    // Gemma 2 27B.
+    gguf_layers_with_width_scale: Some(46),
     ..GEMMA
 };
 
@@ -156,7 +157,8 @@ const ALL: &[Architecture] = &[
             "sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0
         }"#,
         head_norms: HeadNorms::Each,
-        layers_scaled_by_width: 62,
+        // Gemma 3 27B.
+        gguf_layers_with_width_scale: Some(62),
         ..GEMMA2
     },
     Architecture {
@@ -188,7 +190,7 @@ const ALL: &[Architecture] = &[
 pub const WITH_TEXT_PART: [&str; 2] = ["gemma3", "mistral3"];
 
 /// The names of all architectures in `model_type`, those with a text part included.
-pub const CONFIG_NAMES: [&str; ALL.len() + WITH_TEXT_PART.len()] = {
+pub const CONFIG_ARCHITECTURES: [&str; ALL.len() + WITH_TEXT_PART.len()] = {
     let mut names = [""; ALL.len() + WITH_TEXT_PART.len()];
     let mut index = 0;
     while index < names.len() {
@@ -209,7 +211,7 @@ const IN_GGUF: usize = {
 };
 
 /// The names of architectures in GGUF files.
-pub const GGUF_NAMES: [&str; IN_GGUF] = {
+pub const GGUF_ARCHITECTURES: [&str; IN_GGUF] = {
     let mut names = [""; IN_GGUF];
     let (mut count, mut index) = (0, 0);
     while index < ALL.len() {

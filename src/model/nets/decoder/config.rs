@@ -176,14 +176,24 @@ impl DecoderConfig {
         ] {
             at_most(name, size, max)?;
         }
-        if hidden == 0 || kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
+        for (name, size) in [
+            ("the width", hidden),
+            ("the width of the feed-forward sublayer", self.inner),
+            ("the number of heads", heads),
+            ("the number of heads of keys", kv_heads),
+            ("the number of layers", self.layers.len()),
+            ("the vocabulary", self.vocabulary),
+            ("the context", self.context),
+        ] {
+            if size == 0 {
+                return Err(format!("{name} is 0"));
+            }
+        }
+        if heads % kv_heads != 0 {
             return Err(format!("{heads} heads of queries cannot share {kv_heads} heads of keys"));
         }
         if head_width == 0 || head_width % 2 != 0 {
             return Err(format!("heads of {head_width} numbers cannot be rotated in pairs"));
-        }
-        if self.layers.is_empty() || self.inner == 0 || self.vocabulary == 0 || self.context == 0 {
-            return Err("it has no layers, no vocabulary or no context".to_owned());
         }
         if let Some(window) = self.layers.iter().find_map(|layer| layer.window.filter(|window| *window == 0))
         {

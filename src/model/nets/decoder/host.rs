@@ -163,14 +163,14 @@ struct GatedBuffers {
 
 #[derive(Default)]
 struct ExpertBuffers {
-    /// The scores, then the probabilities, of each row's experts.
+    /// The scores of each row's experts.
     scores: Vec<f32>,
     /// The rows that an expert computes, and its results.
     rows: Vec<f32>,
     results: Vec<f32>,
 }
 
-/// Compares the logits of some layers after a known prompt, in the format of `weights`, with those of `reference`, the same
+/// Compares the logits after a known prompt, computed by all layers or by the first, in the format of `weights`, with those of `reference`, the same
 /// weights in f32.
 ///
 /// # Errors
@@ -182,9 +182,10 @@ pub fn compare_with_f32(
     reference: &DecoderWeights,
     config: &DecoderConfig,
 ) -> Result<(), LoadError> {
-    // Errors grow from layer to layer, so all are compared where the operator has not chosen the precision.
+    // With "auto" all layers are computed, since errors grow from layer to layer. With a type that the operator set the
+    // first are enough to show a device that computes wrongly.
     let mut config = config.clone();
-    if !spec.is_dtype_chosen {
+    if !spec.is_dtype_auto {
         config.layers.truncate(COMPARED_LAYERS);
     }
     let logits = |weights| {
@@ -396,8 +397,8 @@ fn norm_or_copy(norm: Option<&Vec<f32>>, rows: &[f32], eps: f32, out: &mut Vec<f
     }
 }
 
-/// The experts of a token with their weights, the likeliest first. `scores` become probabilities. Of equally likely experts
-/// those with lower numbers are chosen. If a score is not finite, the weights are not finite either, so that the token's
+/// The experts of a token with their weights, the likeliest first: the softmax of `scores`, which are overwritten, and of
+/// that the largest. Of equally likely experts those with lower numbers are chosen. If a score is not finite, the weights are not finite either, so that the token's
 /// logits show it.
 pub(super) fn choose_experts(
     scores: &mut [f32],

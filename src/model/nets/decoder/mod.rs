@@ -141,7 +141,7 @@ mod parts {
 struct Place {
     /// The tensor's name.
     tensor: String,
-    /// The tensor's shape; the rows are those of its last dimension.
+    /// The tensor's shape. All dimensions but the last count its rows.
     shape: Vec<usize>,
     /// The matrix's first row.
     first_row: usize,
@@ -263,7 +263,7 @@ impl DecoderWeights {
         })
     }
 
-    /// The norms of queries and keys. In GGUF files with adjacent pairs, their numbers are in the order of the matrices'.
+    /// The norms of queries and keys.
     fn head_norms(&self, layer: usize, config: &DecoderConfig) -> Result<Option<[Vec<f32>; 2]>, LoadError> {
         let lengths = match self.architecture.head_norms {
             HeadNorms::None => return Ok(None),

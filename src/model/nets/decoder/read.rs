@@ -37,7 +37,7 @@ struct RawConfig {
     rope_scaling: Option<Map<String, Value>>,
     rope_parameters: Option<Map<String, Value>>,
     partial_rotary_factor: Option<f64>,
-    /// As `partial_rotary_factor`, in numbers.
+    /// As `partial_rotary_factor`, but a number of a head's numbers.
     rotary_dim: Option<usize>,
     original_max_position_embeddings: Option<usize>,
     no_rope_layers: Option<Vec<usize>>,
@@ -191,14 +191,15 @@ fn gguf_fields(gguf: &Gguf, architecture: &Architecture) -> Result<Map<String, V
     let vocabulary = read("vocab_size").or(tokens.map(Value::from)).unwrap_or_else(|| json!(0));
     fields.insert("vocab_size".to_owned(), vocabulary);
     fields.entry("rms_norm_eps").or_insert_with(|| json!(1e-5));
-    // Phi-3's files have 0 for no window, and the weights of experts are always divided by their sum.
+    // Phi-3's files have 0 for no window.
     if fields.get("sliding_window") == Some(&json!(0)) {
         fields.insert("sliding_window".to_owned(), Value::Null);
     }
+    // GGUF has no name for this: the architectures with experts that are read all divide the weights by their sum.
     fields.insert("norm_topk_prob".to_owned(), json!(true));
     let size = |key: &str| fields.get(key).and_then(Value::as_u64).unwrap_or_default();
-    if architecture.layers_scaled_by_width > 0 {
-        let scalar = match size("num_hidden_layers") as usize == architecture.layers_scaled_by_width {
+    if let Some(layers) = architecture.gguf_layers_with_width_scale {
+        let scalar = match size("num_hidden_layers") as usize == layers {
             true => size("hidden_size") / size("num_attention_heads").max(1),
             false => size("head_dim"),
         };
@@ -235,7 +236,7 @@ fn from_fields(
     let defaults: Map<String, Value> = serde_json::from_str(architecture.defaults).unwrap_or_default();
     let mut all = json!({"hidden_act": "silu"});
     for (key, value) in defaults.into_iter().chain(fields) {
-        // A second name of the same value, which comes after the first.
+        // Gemma has both names, and the second counts, which comes later in the order of the names.
         let key = if key == "hidden_activation" { "hidden_act".to_owned() } else { key };
         if key != "hidden_act" || !value.is_null() {
             all[key] = value;

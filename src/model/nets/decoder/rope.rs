@@ -183,6 +183,7 @@ impl Rope {
             (low, high) = (low.floor(), high.ceil());
         }
         let (low, mut high) = (low.max(0.0), high.min(width as f64 - 1.0));
+        // As in the reference library, so that the ramp has a width.
         if low == high {
             high += 0.001;
         }

@@ -40,7 +40,7 @@ pub(super) fn compare(
 ) -> Result<(), LoadError> {
     let mut texts = known_texts(tokenizer);
     texts.extend(SENTENCES.iter().filter_map(|sentence| tokenizer.text(sentence).ok()));
-    if spec.is_dtype_chosen && head.is_some() {
+    if spec.is_dtype_auto && head.is_some() {
         texts.extend(known_pairs(tokenizer));
     }
     let failed = |error: ForwardError| fitness::failed(spec, &error);
@@ -64,7 +64,7 @@ fn compare_vectors(
     });
     let compared: Vec<_> = compared.collect();
     fitness::compare_all(spec, &compared)?;
-    let Some(head) = head.filter(|_| spec.is_dtype_chosen) else { return Ok(()) };
+    let Some(head) = head.filter(|_| spec.is_dtype_auto) else { return Ok(()) };
     let finite = compared.into_iter().filter_map(|input| Some((input.found?, input.expected?)));
     let (found, expected): (Vec<_>, Vec<_>) = finite.unzip();
     fitness::compare_scores(spec, &head.apply(&found), &head.apply(&expected))
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn the_scores_of_rerankers_in_a_chosen_precision_are_compared() {
         for name in ["score-bert", "score-roberta", "score-xlm-roberta"] {
-            let chosen = LoadSpec { is_dtype_chosen: true, ..spec(&fixture(name), Dtype::Bf16) };
+            let chosen = LoadSpec { is_dtype_auto: true, ..spec(&fixture(name), Dtype::Bf16) };
             let (processor, mut network) = labels::load(&chosen, &Device::Cpu).unwrap();
             let head = network.head.take().unwrap();
             let pairs = known_pairs(&processor.tokenizer);

@@ -19,7 +19,7 @@ use crate::model::load::long_text::{Side, TextIds};
 use crate::model::load::packed_cache::{self, PackedCache};
 use crate::model::load::vocabulary::{TokenLimit, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
-use crate::model::nets::decoder::architectures::{CONFIG_NAMES, GGUF_NAMES, WITH_TEXT_PART};
+use crate::model::nets::decoder::architectures::{CONFIG_ARCHITECTURES, GGUF_ARCHITECTURES, WITH_TEXT_PART};
 use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{
     CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare_with_f32,
@@ -62,8 +62,8 @@ pub static FAMILY: Family = Family {
     name: "generate",
     routes: &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)],
     serves: Serves::Files(FileRules {
-        configs: &CONFIG_NAMES,
-        ggufs: &GGUF_NAMES,
+        configs: &CONFIG_ARCHITECTURES,
+        ggufs: &GGUF_ARCHITECTURES,
         pipelines: &[],
         accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"],
