@@ -1,8 +1,7 @@
 //! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers stay
 //! quantised or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
 
-use std::fs::File;
-use std::io::{BufReader, Cursor, Read, Seek};
+use std::io::{Cursor, Read, Seek};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -15,6 +14,9 @@ use super::finite;
 use super::weights::map_file;
 use crate::model::LoadError;
 use crate::model::ops::{Group, Matrix, NumberFormat};
+
+/// The number types of matrices that are read.
+const READ_TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K to Q6_K";
 
 /// A GGUF file.
 pub struct Gguf {
@@ -31,7 +33,8 @@ impl Gguf {
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let bytes = map_file(path).map_err(|error| fault(error.to_string()))?;
-        let content = read_content(&mut Cursor::new(&*bytes)).map_err(fault)?;
+        let content = read_content(&mut Cursor::new(&*bytes));
+        let content = content.map_err(|reason| fault(first_unread_type(&bytes).unwrap_or(reason)))?;
         Ok(Self { path: path.to_owned(), content, bytes })
     }
 
@@ -40,12 +43,9 @@ impl Gguf {
     /// # Errors
     /// [`LoadError::File`] if it is not a GGUF file, or names no architecture.
     pub fn architecture(path: &Path) -> Result<String, LoadError> {
-        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
-        let file = File::open(path).map_err(|error| fault(error.to_string()))?;
-        let content = read_content(&mut BufReader::new(file)).map_err(fault)?;
-        let architecture = content.metadata.get("general.architecture");
-        let architecture = architecture.and_then(|value| value.to_string().ok()).cloned();
-        architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
+        let file = Self::read(path)?;
+        let architecture = file.text("general.architecture").map(str::to_owned);
+        architecture.ok_or_else(|| file.fault("the file names no general.architecture".to_owned()))
     }
 
     /// Checks that the file has the matrix of a linear layer with `depth` inputs and `width` outputs. Callers do this
@@ -193,10 +193,7 @@ impl Gguf {
             GgmlDType::Q5K => groups(NumberFormat::Bits8, q5_k),
             GgmlDType::Q3K => groups(NumberFormat::Bits8By16, q3_k),
             GgmlDType::Q2K => groups(NumberFormat::Bits8By16, q2_k),
-            other => {
-                let known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K to Q6_K";
-                return Err(self.fault(format!("tensor {name} is {other:?}; read are {known}")));
-            }
+            other => return Err(self.fault(format!("tensor {name} is {other:?}; read are {READ_TYPES}"))),
         })
     }
 
@@ -254,6 +251,89 @@ fn read_content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
         Ok(read) => read.map_err(|error| error.to_string()),
         Err(_) => Err("its metadata cannot be read: general.alignment is 0".to_owned()),
     }
+}
+
+/// The number types that the library does not know, by their numbers in GGUF files. Where the library refuses a file, the
+/// first of its tensors with such a type is named.
+const UNREAD_TYPES: [(u32, &str); 17] = [
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (24, "I8"),
+    (25, "I16"),
+    (26, "I32"),
+    (27, "I64"),
+    (28, "F64"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (39, "MXFP4"),
+];
+
+/// Why a file is refused: its first tensor with a number type of [`UNREAD_TYPES`]. None if there is none.
+fn first_unread_type(file: &[u8]) -> Option<String> {
+    let mut rest = file.strip_prefix(b"GGUF")?.get(4..)?;
+    let (tensors, values) = (take_u64(&mut rest)?, take_u64(&mut rest)?);
+    // Each of them takes some bytes of the file, so that its length bounds the loops.
+    for _ in 0..values {
+        take_text(&mut rest)?;
+        let kind = take_u32(&mut rest)?;
+        skip_value(&mut rest, kind, 2)?;
+    }
+    for _ in 0..tensors {
+        let name = take_text(&mut rest)?;
+        let dimensions = usize::try_from(take_u32(&mut rest)?).ok()?;
+        rest = rest.get(dimensions.checked_mul(8)?..)?;
+        let kind = take_u32(&mut rest)?;
+        take_u64(&mut rest)?;
+        if let Some((_, kind)) = UNREAD_TYPES.iter().find(|(number, _)| *number == kind) {
+            let name = String::from_utf8_lossy(name);
+            return Some(format!("tensor {name} is {kind}, which is not read; read are {READ_TYPES}"));
+        }
+    }
+    None
+}
+
+fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
+    let (number, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(u32::from_le_bytes(*number))
+}
+
+fn take_u64(bytes: &mut &[u8]) -> Option<u64> {
+    let (number, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(u64::from_le_bytes(*number))
+}
+
+fn take_text<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let length = usize::try_from(take_u64(bytes)?).ok()?;
+    let (text, rest) = bytes.split_at_checked(length)?;
+    *bytes = rest;
+    Some(text)
+}
+
+/// Skips a value of the metadata; lists may be nested in `depth` others.
+fn skip_value(bytes: &mut &[u8], kind: u32, depth: usize) -> Option<()> {
+    let size = match kind {
+        0 | 1 | 7 => 1,
+        2 | 3 => 2,
+        4..=6 => 4,
+        10..=12 => 8,
+        8 => return take_text(bytes).map(drop),
+        9 if depth > 0 => {
+            let (kind, count) = (take_u32(bytes)?, take_u64(bytes)?);
+            return (0..count).try_for_each(|_| skip_value(bytes, kind, depth - 1));
+        }
+        _ => return None,
+    };
+    *bytes = bytes.get(size..)?;
+    Some(())
 }
 
 fn f32_number(bytes: &[u8]) -> f32 {
@@ -481,6 +561,32 @@ mod tests {
                 matrix.column(column, &mut ours);
                 let error = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 assert!(error < 2e-6, "{dtype:?}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_number_type_that_the_library_does_not_know_is_named_with_its_tensor() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let x = Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let tensor = QTensor::quantize(&x, GgmlDType::Q8_0).unwrap();
+        let (text, list) =
+            (Value::String("text".to_owned()), Value::Array(vec![Value::U32(1), Value::U32(2)]));
+        let values = [("a", &text), ("b", &list), ("c", &Value::Bool(true))];
+        gguf_file::write(&mut File::create(&path).unwrap(), &values, &[("blk.0.w", &tensor)]).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        let at = whole.windows(7).position(|bytes| bytes == b"blk.0.w").unwrap();
+        for (number, name) in [(20_u32, "IQ4_NL"), (23, "IQ4_XS"), (39, "MXFP4")] {
+            let mut bytes = whole.clone();
+            // The name is followed by the number of dimensions and two of them.
+            bytes[at + 7 + 4 + 16..][..4].copy_from_slice(&number.to_le_bytes());
+            std::fs::write(&path, &bytes).unwrap();
+            let error = Gguf::read(&path).err().unwrap().to_string();
+            assert!(error.contains(&format!("tensor blk.0.w is {name}, which is not read")), "{error}");
+            for length in 0..at + 40 {
+                std::fs::write(&path, &bytes[..length]).unwrap();
+                assert!(Gguf::read(&path).is_err(), "{length}");
             }
         }
     }
