@@ -1,6 +1,7 @@
 //! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers stay
 //! quantised or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
 
+use std::collections::BTreeSet;
 use std::io::{Cursor, Read, Seek};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -75,6 +76,18 @@ impl Gguf {
                 )))
             }
         }
+    }
+
+    /// The number types of its tensors that take more bits here than in the file.
+    pub fn widened_types(&self) -> Vec<String> {
+        let types = self.content.tensor_infos.values().map(|info| info.ggml_dtype).filter(|dtype| {
+            matches!(
+                dtype,
+                GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q5_0 | GgmlDType::Q5_1 | GgmlDType::Q5K
+            )
+        });
+        let types: BTreeSet<String> = types.map(|dtype| format!("{dtype:?}")).collect();
+        types.into_iter().collect()
     }
 
     /// Checks the numbers of all tensors, and the scales of those that are quantised.

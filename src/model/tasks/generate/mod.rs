@@ -197,6 +197,14 @@ impl Model {
         let files = ModelFiles::locate(&spec.source)?;
         if let Some(path) = files.gguf() {
             let (gguf, config) = read_gguf(&path)?;
+            let types = gguf.widened_types();
+            if !types.is_empty() {
+                let types = types.join(", ");
+                tracing::info!(
+                    types,
+                    "numbers of these types take 8 bits each in memory, and are not changed"
+                );
+            }
             let vocabulary = Vocabulary::from_gguf(&gguf, config.vocabulary)?;
             let weights = DecoderWeights::from_gguf(gguf, &config);
             return Ok(Self { files, config, vocabulary, weights });
