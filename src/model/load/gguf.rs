@@ -1,6 +1,7 @@
 //! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers stay
-//! quantised or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
+//! quantised or become floats, and in how many bits. Owns the file's mapping. Every range in the file is checked before it is read.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufReader, Cursor, Read, Seek};
 use std::ops::Range;
@@ -8,13 +9,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value, VersionedMagic};
 use memmap2::Mmap;
 
 use super::finite;
 use super::weights::map_file;
 use crate::model::LoadError;
 use crate::model::ops::{Group, Matrix, NumberFormat};
+
+/// The number types that are read.
+const READ_TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K to Q6_K";
+
+/// Tensors' names are shorter in every file that llama.cpp reads.
+const MAX_NAME_BYTES: usize = 64;
 
 /// A GGUF file.
 pub struct Gguf {
@@ -99,9 +106,10 @@ impl Gguf {
                 GgmlDType::F32 => finite::not_finite_f32(bytes),
                 GgmlDType::F16 => finite::not_finite_f16(bytes),
                 GgmlDType::BF16 => finite::not_finite_bf16(bytes),
-                GgmlDType::Q4_0 | GgmlDType::Q8_0 => in_blocks(0..2),
-                GgmlDType::Q4_1 | GgmlDType::Q4K => in_blocks(0..4),
-                GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
+                GgmlDType::Q4_0 | GgmlDType::Q5_0 | GgmlDType::Q8_0 => in_blocks(0..2),
+                GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q4K | GgmlDType::Q5K => in_blocks(0..4),
+                GgmlDType::Q2K => in_blocks(block_bytes - 4..block_bytes),
+                GgmlDType::Q3K | GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
                 // Loading refuses it.
                 _ => None,
             };
@@ -140,15 +148,44 @@ impl Gguf {
         self.content.tensor_infos.contains_key(name)
     }
 
+    /// The number types whose matrices are kept in wider types in the memory of a CPU, because no kernel computes in
+    /// them. None if the file has none of these.
+    pub fn widened_types(&self) -> Option<String> {
+        let matrices = self.content.tensor_infos.values().filter(|info| info.shape.rank() > 1);
+        let widened = matrices.filter_map(|info| {
+            let dtype = info.ggml_dtype;
+            let (kept, bits) = match dtype {
+                GgmlDType::F16 => ("f32", 32),
+                GgmlDType::Q8_0 => return None,
+                _ => match group_reader(dtype)?.0 {
+                    NumberFormat::Bits4 => return None,
+                    // Each group has a scale and an offset in f32.
+                    format => ("8 bits", 8 + 64 / format.group()),
+                },
+            };
+            let in_file = dtype.type_size() as f32 * 8.0 / dtype.block_size() as f32;
+            let name = type_name(dtype);
+            Some(format!("{name} in {kept} ({bits} bits each in memory, {in_file} in the file)"))
+        });
+        let widened: Vec<String> = widened.collect::<BTreeSet<_>>().into_iter().collect();
+        let all = widened.join(", ");
+        (!all.is_empty())
+            .then(|| format!("the numbers of these types are unchanged, but kept in wider types: {all}"))
+    }
+
     /// The numbers of a vector of this length.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the tensor.
     pub fn vector(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
         let (info, bytes) = self.tensor(name, &[length])?;
-        match info.ggml_dtype {
-            GgmlDType::F32 => Ok(bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect()),
-            other => Err(self.fault(format!("tensor {name} is {other:?}; vectors are read as F32"))),
+        let dtype = info.ggml_dtype;
+        match float_reader(dtype) {
+            Some(read) => Ok(bytes.chunks_exact(dtype.type_size()).map(read).collect()),
+            None => {
+                let found = type_name(dtype);
+                Err(self.fault(format!("tensor {name} is {found}; vectors are read as F32, F16 and BF16")))
+            }
         }
     }
 
@@ -168,29 +205,18 @@ impl Gguf {
         let dtype = info.ggml_dtype;
         let row_bytes = depth / dtype.block_size() * dtype.type_size();
         let row_of = |column: usize| &bytes[row_of_column(column) * row_bytes..][..row_bytes];
-        let floats = |read: fn(&[u8]) -> f32| {
-            let size = dtype.type_size();
-            let columns: Vec<f32> =
-                (0..width).flat_map(|column| row_of(column).chunks_exact(size).map(read)).collect();
-            columns
-        };
-        let groups = |format, read: fn(&[u8], usize) -> Group| {
-            Matrix::of_groups(format, [depth, width], |column, group| read(row_of(column), group))
-        };
-        Ok(match dtype {
-            GgmlDType::F32 => Matrix::of_f32(&floats(f32_number), depth),
-            GgmlDType::F16 => Matrix::of_f32(&floats(f16_number), depth),
-            GgmlDType::BF16 => Matrix::of_bf16(&floats(bf16_number), depth),
-            GgmlDType::Q4_0 => groups(NumberFormat::Bits4, q4_0),
-            GgmlDType::Q4_1 => groups(NumberFormat::Bits4, q4_1),
-            GgmlDType::Q8_0 => groups(NumberFormat::Bits8, q8_0),
-            GgmlDType::Q4K => groups(NumberFormat::Bits4, q4_k),
-            GgmlDType::Q6K => groups(NumberFormat::Bits8By16, q6_k),
-            other => {
-                let known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K and Q6_K";
-                return Err(self.fault(format!("tensor {name} is {other:?}; read are {known}")));
-            }
-        })
+        if let Some(read) = float_reader(dtype) {
+            let numbers = |column| row_of(column).chunks_exact(dtype.type_size()).map(read);
+            let columns: Vec<f32> = (0..width).flat_map(numbers).collect();
+            return Ok(match dtype {
+                GgmlDType::BF16 => Matrix::of_bf16(&columns, depth),
+                _ => Matrix::of_f32(&columns, depth),
+            });
+        }
+        let (format, read) = group_reader(dtype).ok_or_else(|| {
+            self.fault(format!("tensor {name} is {}; read are {READ_TYPES}", type_name(dtype)))
+        })?;
+        Ok(Matrix::of_groups(format, [depth, width], |column, group| read(row_of(column), group)))
     }
 
     /// The tensor of a linear layer with `depth` inputs and `width` outputs. The file has a row of `depth` numbers for
@@ -212,9 +238,10 @@ impl Gguf {
         }
         let dtype = info.ggml_dtype;
         if shape.last().is_some_and(|depth| depth % dtype.block_size() != 0) {
-            return Err(
-                self.fault(format!("tensor {name} has rows that are no multiple of a block of {dtype:?}"))
-            );
+            return Err(self.fault(format!(
+                "tensor {name} has rows that are no multiple of a block of {}",
+                type_name(dtype)
+            )));
         }
         let bytes = self.bytes.get(self.byte_range(name, info)?);
         let bytes =
@@ -242,11 +269,114 @@ impl Gguf {
 /// Reads a file's header and metadata. The library limits each count in it by the size of the file.
 fn read_content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
     // The library divides by the alignment that the file states, and panics if that is 0.
-    let read = catch_unwind(AssertUnwindSafe(|| Content::read(file)));
-    match read {
-        Ok(read) => read.map_err(|error| error.to_string()),
-        Err(_) => Err("its metadata cannot be read: general.alignment is 0".to_owned()),
+    let read = catch_unwind(AssertUnwindSafe(|| {
+        Content::read(file).map_err(|error| unread_tensor(file).unwrap_or_else(|| error.to_string()))
+    }));
+    read.unwrap_or_else(|_| Err("its metadata cannot be read: general.alignment is 0".to_owned()))
+}
+
+/// Names the tensor whose type the library does not know, and the type: its own error has only the type's number. It
+/// stops directly after that number, so `file` must be where it stopped. None if it stopped for another reason.
+fn unread_tensor<R: Read + Seek>(file: &mut R) -> Option<String> {
+    let stop = file.stream_position().ok()?;
+    file.rewind().ok()?;
+    let mut header = Vec::new();
+    file.by_ref().take(stop).read_to_end(&mut header).ok()?;
+    // The number of tensors. If it is 0, the library stops where their table begins. The first version of the format,
+    // which is older than these types, has another header.
+    header.get_mut(8..16)?.fill(0);
+    let mut header = Cursor::new(&*header);
+    let content = Content::read(&mut header).ok()?;
+    if matches!(content.magic, VersionedMagic::GgufV1) {
+        return None;
     }
+    let mut table = header.get_ref().get(usize::try_from(header.position()).ok()?..)?;
+    loop {
+        let (length, rest) = table.split_first_chunk()?;
+        let (name, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        let (dimensions, rest) = rest.split_first_chunk()?;
+        let (_, rest) = rest.split_at_checked((u32::from_le_bytes(*dimensions) as usize).checked_mul(8)?)?;
+        let (number, rest) = rest.split_first_chunk()?;
+        if rest.is_empty() {
+            let name = str::from_utf8(name).ok().filter(|name| name.len() < MAX_NAME_BYTES)?.escape_debug();
+            let found = unread_type(u32::from_le_bytes(*number))?;
+            return Some(format!("tensor {name} is {found}; read are {READ_TYPES}"));
+        }
+        // The tensor's offset.
+        (_, table) = rest.split_at_checked(8)?;
+    }
+}
+
+/// The name of a type that the library does not know. None for those that it knows.
+fn unread_type(number: u32) -> Option<String> {
+    let name = match number {
+        0..=3 | 6..=15 | 30 => return None,
+        4 => "Q4_2",
+        5 => "Q4_3",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        23 => "IQ4_XS",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        31 => "Q4_0_4_4",
+        32 => "Q4_0_4_8",
+        33 => "Q4_0_8_8",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        36 => "IQ4_NL_4_4",
+        37 => "IQ4_NL_4_8",
+        38 => "IQ4_NL_8_8",
+        39 => "MXFP4",
+        40 => "NVFP4",
+        41 => "Q1_0",
+        other => return Some(format!("of the unknown type {other}")),
+    };
+    Some(name.to_owned())
+}
+
+/// A type's name in llama.cpp.
+fn type_name(dtype: GgmlDType) -> String {
+    format!("{dtype:?}").replace('K', "_K")
+}
+
+/// How the numbers of a type are read that is not quantised.
+fn float_reader(dtype: GgmlDType) -> Option<fn(&[u8]) -> f32> {
+    match dtype {
+        GgmlDType::F32 => Some(f32_number),
+        GgmlDType::F16 => Some(f16_number),
+        GgmlDType::BF16 => Some(bf16_number),
+        _ => None,
+    }
+}
+
+/// How a group in a row of a quantised type is read, by its index.
+type GroupReader = fn(&[u8], usize) -> Group;
+
+/// The format in which the numbers of a quantised type are kept, unchanged, and how they are read. None for a type that
+/// is not read.
+fn group_reader(dtype: GgmlDType) -> Option<(NumberFormat, GroupReader)> {
+    Some(match dtype {
+        GgmlDType::Q4_0 => (NumberFormat::Bits4, q4_0),
+        GgmlDType::Q4_1 => (NumberFormat::Bits4, q4_1),
+        GgmlDType::Q5_0 => (NumberFormat::Bits8, q5_0),
+        GgmlDType::Q5_1 => (NumberFormat::Bits8, q5_1),
+        GgmlDType::Q8_0 => (NumberFormat::Bits8, q8_0),
+        GgmlDType::Q2K => (NumberFormat::Bits8By16, q2_k),
+        GgmlDType::Q3K => (NumberFormat::Bits8By16, q3_k),
+        GgmlDType::Q4K => (NumberFormat::Bits4, q4_k),
+        GgmlDType::Q5K => (NumberFormat::Bits8, q5_k),
+        GgmlDType::Q6K => (NumberFormat::Bits8By16, q6_k),
+        _ => return None,
+    })
 }
 
 fn f32_number(bytes: &[u8]) -> f32 {
@@ -282,6 +412,14 @@ fn nibbles(bytes: &[u8]) -> [u8; 32] {
     q
 }
 
+/// Adds the fifth bits of numbers: those of 8 numbers are in one byte.
+fn with_fifth_bits(mut q: [u8; 32], bits: &[u8]) -> [u8; 32] {
+    for (index, q) in q.iter_mut().enumerate() {
+        *q |= (bits[index / 8] >> (index % 8) & 1) << 4;
+    }
+    q
+}
+
 /// The block holds a scale, then 32 4-bit numbers, stored with 8 added.
 fn q4_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 18..][..18];
@@ -295,6 +433,20 @@ fn q4_1(row: &[u8], group: usize) -> Group {
     Group { scale: f16_number(block), offset: f16_number(&block[2..]), q: nibbles(&block[4..]) }
 }
 
+/// The block holds a scale, then the fifth bits and the lower 4 bits of 32 5-bit numbers, stored with 16 added.
+fn q5_0(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 22..][..22];
+    let scale = f16_number(block);
+    Group { scale, offset: -16.0 * scale, q: with_fifth_bits(nibbles(&block[6..]), &block[2..6]) }
+}
+
+/// The block holds a scale and an offset, then the fifth bits and the lower 4 bits of 32 5-bit numbers.
+fn q5_1(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 24..][..24];
+    let q = with_fifth_bits(nibbles(&block[8..]), &block[4..8]);
+    Group { scale: f16_number(block), offset: f16_number(&block[2..]), q }
+}
+
 /// The block holds a scale, then 32 signed bytes. A `Group` has bytes without a sign, so 128 is added to them here.
 fn q8_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 34..][..34];
@@ -304,13 +456,73 @@ fn q8_0(row: &[u8], group: usize) -> Group {
     Group { scale, offset: -128.0 * scale, q }
 }
 
-/// The block holds 256 4-bit numbers in 8 groups. It has a scale and a minimum, which are multiplied by the scale and
-/// the minimum of each group.
+/// 16 numbers of 2 bits. A block's 256 numbers take 64 bytes, in two halves of 128 numbers. The four quarters of 32
+/// numbers in a half share bytes.
+fn two_bits(bytes: &[u8], group: usize) -> [u8; 32] {
+    let (half, quarter, first) = (group / 8, group % 8 / 2, group % 2 * 16);
+    let mut q = [0; 32];
+    for (q, byte) in q.iter_mut().zip(&bytes[half * 32 + first..][..16]) {
+        *q = byte >> (2 * quarter) & 3;
+    }
+    q
+}
+
+/// The block holds 256 2-bit numbers in 16 groups of 16. Its scale and its minimum are multiplied by those of each group,
+/// which have 4 bits.
+fn q2_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 84..][..84];
+    let index = group % 16;
+    let (scale, min, of_group) = (f16_number(&block[80..]), f16_number(&block[82..]), block[index]);
+    Group {
+        scale: scale * f32::from(of_group & 15),
+        offset: -(min * f32::from(of_group >> 4)),
+        q: two_bits(&block[16..80], index),
+    }
+}
+
+/// The block holds 256 3-bit numbers, stored with 4 added, in 16 groups of 16. Its scale is multiplied by the 6-bit
+/// number of each group, which is stored with 32 added.
+fn q3_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 110..][..110];
+    let (high, rest) = block.split_at(32);
+    let (low, rest) = rest.split_at(64);
+    let (packed, scale) = rest.split_at(12);
+    let index = group % 16;
+    let mut q = two_bits(low, index);
+    // Each byte has the upper bits of 8 numbers that are 32 apart.
+    for (q, byte) in q.iter_mut().zip(&high[index % 2 * 16..][..16]) {
+        *q |= (byte >> (index / 2) & 1) << 2;
+    }
+    // The halves of the first 8 bytes are the lower 4 bits of the groups' numbers, and the quarters of the other 4 bytes
+    // their upper 2 bits.
+    let lower = if index < 8 { packed[index] & 15 } else { packed[index - 8] >> 4 };
+    let upper = packed[8 + index % 4] >> (2 * (index / 4)) & 3;
+    let scale = f16_number(scale) * (f32::from(lower | upper << 4) - 32.0);
+    Group { scale, offset: -4.0 * scale, q }
+}
+
+/// The block holds 256 4-bit numbers in 8 groups, after the block's scales.
 fn q4_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 8 * 144..][..144];
-    let (scale, min, packed, numbers) =
-        (f16_number(block), f16_number(&block[2..]), &block[4..16], &block[16..]);
+    group_of_256(block, &block[16..], group % 8)
+}
+
+/// As [`q4_k`], but between the scales and the lower 4 bits of the numbers are their fifth bits: each byte has those of 8
+/// numbers, one of each group.
+fn q5_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 8 * 176..][..176];
     let index = group % 8;
+    let mut group = group_of_256(block, &block[48..], index);
+    for (q, bits) in group.q.iter_mut().zip(&block[16..48]) {
+        *q |= (bits >> index & 1) << 4;
+    }
+    group
+}
+
+/// A group of a block of 256 numbers, of which `numbers` has 4 bits each. The block begins with a scale and a minimum,
+/// which are multiplied by the scale and the minimum of each group.
+fn group_of_256(block: &[u8], numbers: &[u8], index: usize) -> Group {
+    let (scale, min, packed) = (f16_number(block), f16_number(&block[2..]), &block[4..16]);
     // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. For groups 0 to 3, the lower
     // 6 bits of bytes 0 to 3 are the scales, and the lower 6 bits of bytes 4 to 7 the minimums. For groups 4 to 7, the
     // lower halves of bytes 8 to 11 are the lower 4 bits of the scales, and their upper halves the lower 4 bits of the
@@ -373,8 +585,13 @@ mod tests {
             GgmlDType::BF16,
             GgmlDType::Q4_0,
             GgmlDType::Q4_1,
+            GgmlDType::Q5_0,
+            GgmlDType::Q5_1,
             GgmlDType::Q8_0,
+            GgmlDType::Q2K,
+            GgmlDType::Q3K,
             GgmlDType::Q4K,
+            GgmlDType::Q5K,
             GgmlDType::Q6K,
         ] {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
@@ -403,8 +620,13 @@ mod tests {
             (GgmlDType::F16, 10, 5),
             (GgmlDType::Q4_0, 18, 32),
             (GgmlDType::Q4_1, 2, 0),
+            (GgmlDType::Q5_0, 22, 32),
+            (GgmlDType::Q5_1, 24 + 2, 32),
             (GgmlDType::Q8_0, 2 * 34, 64),
+            (GgmlDType::Q2K, 82, 0),
+            (GgmlDType::Q3K, 110 + 108, 256),
             (GgmlDType::Q4K, 144 + 2, 256),
+            (GgmlDType::Q5K, 176 + 2, 256),
             (GgmlDType::Q6K, 208, 0),
         ] {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
@@ -426,7 +648,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
         let x = Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let tensor = QTensor::quantize(&x, GgmlDType::Q5_0).unwrap();
+        let tensor = QTensor::quantize(&x, GgmlDType::Q8_1).unwrap();
         gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
         let error = |gguf: &Gguf, name, shape: [usize; 2]| {
             gguf.matrix_of_rows(name, &[shape[1], shape[0]], shape, |row| row).err().unwrap().to_string()
@@ -434,7 +656,7 @@ mod tests {
         let gguf = Gguf::read(&path).unwrap();
         assert!(error(&gguf, "v", [32, 2]).contains("tensor v is missing"));
         assert!(error(&gguf, "w", [32, 3]).contains("[2, 32]"));
-        assert!(error(&gguf, "w", [32, 2]).contains("Q5_0; read are F32"));
+        assert!(error(&gguf, "w", [32, 2]).contains("tensor w is Q8_1; read are F32"));
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 32]).unwrap();
         assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("past the end of the file"));
@@ -442,29 +664,110 @@ mod tests {
         assert!(Gguf::read(&path).is_err());
     }
 
+    #[test]
+    fn a_vector_of_floats_is_read_and_a_quantised_one_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let expected = [1.0, -0.5, 384.0, 0.0];
+        let x = Tensor::new(&expected.repeat(8)[..], &Device::Cpu).unwrap();
+        let read = |dtype| {
+            let tensor = QTensor::quantize(&x, dtype).unwrap();
+            gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("v", &tensor)]).unwrap();
+            Gguf::read(&path).unwrap().vector("v", 32)
+        };
+        for dtype in [GgmlDType::F32, GgmlDType::F16, GgmlDType::BF16] {
+            assert_eq!(read(dtype).unwrap(), expected.repeat(8), "{dtype:?}");
+        }
+        let error = read(GgmlDType::Q8_0).unwrap_err().to_string();
+        assert!(error.contains("tensor v is Q8_0; vectors are read as F32"), "{error}");
+    }
+
+    #[test]
+    fn each_type_that_is_kept_in_a_wider_one_is_told_once() {
+        use GgmlDType::{F16, F32, Q3K, Q4K, Q5_0, Q8_0};
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let x = Tensor::randn(0f32, 1.0, (3, 256), &Device::Cpu).unwrap();
+        let told = |dtypes: &[GgmlDType]| {
+            let tensors: Vec<(String, QTensor)> = (0..)
+                .zip(dtypes)
+                .map(|(index, dtype)| (format!("w{index}"), QTensor::quantize(&x, *dtype).unwrap()))
+                .collect();
+            let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+            gguf_file::write(&mut File::create(&path).unwrap(), &[], &tensors).unwrap();
+            Gguf::read(&path).unwrap().widened_types()
+        };
+        let expected = "the numbers of these types are unchanged, but kept in wider types: \
+                        F16 in f32 (32 bits each in memory, 16 in the file), \
+                        Q3_K in 8 bits (12 bits each in memory, 3.4375 in the file), \
+                        Q5_0 in 8 bits (10 bits each in memory, 5.5 in the file)";
+        assert_eq!(told(&[F32, Q5_0, F16, Q4K, Q3K, Q5_0, Q8_0]).as_deref(), Some(expected));
+        assert_eq!(told(&[F32, Q4K, Q8_0]), None);
+    }
+
     /// A file with one tensor of 64 bytes. Its dimensions and metadata may be false.
     fn forged(dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Result<Gguf, LoadError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let bytes = [forged_header(&[("w", 0)], dimensions, metadata), vec![0; 64]].concat();
+        std::fs::write(&path, bytes).unwrap();
+        Gguf::read(&path)
+    }
+
+    /// The header of a file with tensors, each with its name and the number of its type.
+    fn forged_header(tensors: &[(&str, u32)], dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Vec<u8> {
         let mut bytes = b"GGUF".to_vec();
         let text = |bytes: &mut Vec<u8>, text: &str| {
             bytes.extend((text.len() as u64).to_le_bytes());
             bytes.extend(text.as_bytes());
         };
         bytes.extend(3_u32.to_le_bytes());
-        [1, metadata.len() as u64].iter().for_each(|count| bytes.extend(count.to_le_bytes()));
+        [tensors.len(), metadata.len()].iter().for_each(|count| bytes.extend((*count as u64).to_le_bytes()));
         for (key, value) in metadata {
             text(&mut bytes, key);
             [4_u32, *value].iter().for_each(|it| bytes.extend(it.to_le_bytes()));
         }
-        text(&mut bytes, "w");
-        bytes.extend(2_u32.to_le_bytes());
-        dimensions.iter().for_each(|length| bytes.extend(length.to_le_bytes()));
-        bytes.extend(0_u32.to_le_bytes());
-        bytes.extend(0_u64.to_le_bytes());
-        bytes.extend([0; 64]);
+        for (name, number) in tensors {
+            text(&mut bytes, name);
+            bytes.extend(2_u32.to_le_bytes());
+            dimensions.iter().for_each(|length| bytes.extend(length.to_le_bytes()));
+            bytes.extend(number.to_le_bytes());
+            bytes.extend(0_u64.to_le_bytes());
+        }
+        bytes
+    }
+
+    #[test]
+    fn a_type_that_is_not_read_is_refused_with_its_tensor() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
-        std::fs::write(&path, bytes).unwrap();
-        Gguf::read(&path)
+        let long = "w".repeat(MAX_NAME_BYTES);
+        for (name, number, message) in [
+            (
+                "blk.0.ffn_up.weight",
+                23,
+                "tensor blk.0.ffn_up.weight is IQ4_XS; read are F32, F16, BF16, Q8_0",
+            ),
+            ("w\n", 39, r"tensor w\n is MXFP4; read are F32"),
+            ("w", 99, "tensor w is of the unknown type 99; read are F32"),
+            // These are the library's words.
+            (&long, 23, "unknown dtype for tensor 23"),
+        ] {
+            let tensors = [("first", 12), (name, number), ("last", 20)];
+            let header = forged_header(&tensors, [32, 4], &[("general.alignment", 64)]);
+            std::fs::write(&path, &header).unwrap();
+            let errors = [Gguf::read(&path).err().unwrap(), Gguf::architecture(&path).unwrap_err()];
+            for error in errors.map(|error| error.to_string()) {
+                assert!(error.contains("m.gguf") && error.contains(message), "{error}");
+            }
+        }
+        // A file that ends within its table has a type that is read.
+        let header = forged_header(&[("w", 12)], [32, 4], &[]);
+        for missing in 1..header.len() {
+            std::fs::write(&path, &header[..header.len() - missing]).unwrap();
+            let error = Gguf::read(&path).err().unwrap().to_string();
+            assert!(!error.contains("read are"), "{missing}: {error}");
+        }
     }
 
     #[test]

@@ -197,6 +197,9 @@ impl Model {
         let files = ModelFiles::locate(&spec.source)?;
         if let Some(path) = files.gguf() {
             let (gguf, config) = read_gguf(&path)?;
+            if let (true, Some(note)) = (spec.device == "cpu", gguf.widened_types()) {
+                tracing::info!("{note}");
+            }
             let vocabulary = Vocabulary::from_gguf(&gguf, config.vocabulary)?;
             let weights = DecoderWeights::from_gguf(gguf, &config);
             return Ok(Self { files, config, vocabulary, weights });
