@@ -269,8 +269,8 @@ impl Registry {
         }))
     }
 
-    /// How this host's CPU multiplies bf16, and how it keeps the types of a GGUF file, where that matters to a pool. Empty
-    /// for a model that is not built in, and if its files are not on this host.
+    /// How this host's CPU multiplies bf16, and how it keeps the types of a GGUF file, where that matters to a pool.
+    /// Empty for a model that is not built in, and if its files are not on this host.
     pub(super) fn notes(&self, pool: &Pool, slots: &[Assignment]) -> Vec<String> {
         if self.family(pool).and_then(Family::files).is_none() {
             return Vec::new();

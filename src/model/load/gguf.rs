@@ -1,5 +1,6 @@
 //! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers stay
-//! quantised or become floats, and in how many bits. Owns the file's mapping. Every range in the file is checked before it is read.
+//! quantised or become floats, and in how many bits. Owns the file's mapping. Every range in the file is checked before
+//! it is read.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -467,8 +468,8 @@ fn two_bits(bytes: &[u8], group: usize) -> [u8; 32] {
     q
 }
 
-/// The block holds 256 2-bit numbers in 16 groups of 16. Its scale and its minimum are multiplied by those of each group,
-/// which have 4 bits.
+/// The block holds 256 2-bit numbers in 16 groups of 16. Its scale and its minimum are multiplied by those of each
+/// group, which have 4 bits.
 fn q2_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 16 * 84..][..84];
     let index = group % 16;
@@ -493,8 +494,8 @@ fn q3_k(row: &[u8], group: usize) -> Group {
     for (q, byte) in q.iter_mut().zip(&high[index % 2 * 16..][..16]) {
         *q |= (byte >> (index / 2) & 1) << 2;
     }
-    // The halves of the first 8 bytes are the lower 4 bits of the groups' numbers, and the quarters of the other 4 bytes
-    // their upper 2 bits.
+    // The halves of the first 8 bytes are the lower 4 bits of the groups' numbers, and the quarters of the other 4
+    // bytes their upper 2 bits.
     let lower = if index < 8 { packed[index] & 15 } else { packed[index - 8] >> 4 };
     let upper = packed[8 + index % 4] >> (2 * (index / 4)) & 3;
     let scale = f16_number(scale) * (f32::from(lower | upper << 4) - 32.0);
@@ -507,8 +508,8 @@ fn q4_k(row: &[u8], group: usize) -> Group {
     group_of_256(block, &block[16..], group % 8)
 }
 
-/// As [`q4_k`], but between the scales and the lower 4 bits of the numbers are their fifth bits: each byte has those of 8
-/// numbers, one of each group.
+/// As [`q4_k`], but between the scales and the lower 4 bits of the numbers are their fifth bits: each byte has those of
+/// 8 numbers, one of each group.
 fn q5_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 8 * 176..][..176];
     let index = group % 8;
