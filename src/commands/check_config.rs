@@ -53,7 +53,7 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
                 format!("#   its name {name:?} is the default, but its work is {kind:?}: better set `name`");
             tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
         }
-        if let Some(note) = registry.bf16_note(pool, &slots) {
+        for note in registry.notes(pool, &slots) {
             tolerate_broken_pipe(writeln!(std::io::stdout(), "#   {note}"))?;
         }
         for assumed in registry.assumptions(pool).unwrap_or_default() {

@@ -12,7 +12,7 @@ use crate::config::{Assignment, ConfigError, Dtype, Loaded, OptionProblem, Pool,
 use crate::engine::{Starter, assuming, chosen, continuous, oneshot, strict_refusal};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Description, Family, Sample};
-use crate::model::load::{ModelFiles, weights_size};
+use crate::model::load::{ModelFiles, weights_size, widened_types};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
@@ -269,11 +269,14 @@ impl Registry {
         }))
     }
 
-    /// How this host's CPU multiplies bf16, where that matters to a pool. None for a model that is not built in, and if
-    /// its files are not on this host.
-    pub(super) fn bf16_note(&self, pool: &Pool, slots: &[Assignment]) -> Option<String> {
-        self.family(pool).and_then(Family::files)?;
-        spec_here(pool, slots).bf16_note()
+    /// How this host's CPU multiplies bf16, and how it keeps the types of a GGUF file, where that matters to a pool.
+    /// Empty for a model that is not built in, and if its files are not on this host.
+    pub(super) fn notes(&self, pool: &Pool, slots: &[Assignment]) -> Vec<String> {
+        if self.family(pool).and_then(Family::files).is_none() {
+            return Vec::new();
+        }
+        let spec = spec_here(pool, slots);
+        spec.bf16_note().into_iter().chain(widened_types(&spec)).collect()
     }
 
     /// What a pool's model assumes because its files do not tell it. Empty for a model that is not built in, and if its

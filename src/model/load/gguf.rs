@@ -1,14 +1,16 @@
 //! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers stay
-//! quantised or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
+//! quantised or become floats, and in how many bits. Owns the file's mapping. Every range in the file is checked before
+//! it is read.
 
 use std::collections::BTreeSet;
-use std::io::{Cursor, Read, Seek};
+use std::fs::File;
+use std::io::{BufReader, Cursor, Read, Seek};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value, VersionedMagic};
 use memmap2::Mmap;
 
 use super::finite;
@@ -16,8 +18,11 @@ use super::weights::map_file;
 use crate::model::LoadError;
 use crate::model::ops::{Group, Matrix, NumberFormat};
 
-/// The number types of matrices that are read.
+/// The number types that are read.
 const READ_TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K to Q6_K";
+
+/// Tensors' names are shorter in every file that llama.cpp reads.
+const MAX_NAME_BYTES: usize = 64;
 
 /// A GGUF file.
 pub struct Gguf {
@@ -34,8 +39,7 @@ impl Gguf {
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let bytes = map_file(path).map_err(|error| fault(error.to_string()))?;
-        let content = read_content(&mut Cursor::new(&*bytes));
-        let content = content.map_err(|reason| fault(first_unread_type(&bytes).unwrap_or(reason)))?;
+        let content = read_content(&mut Cursor::new(&*bytes)).map_err(fault)?;
         Ok(Self { path: path.to_owned(), content, bytes })
     }
 
@@ -44,9 +48,12 @@ impl Gguf {
     /// # Errors
     /// [`LoadError::File`] if it is not a GGUF file, or names no architecture.
     pub fn architecture(path: &Path) -> Result<String, LoadError> {
-        let file = Self::read(path)?;
-        let architecture = file.text("general.architecture").map(str::to_owned);
-        architecture.ok_or_else(|| file.fault("the file names no general.architecture".to_owned()))
+        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
+        let file = File::open(path).map_err(|error| fault(error.to_string()))?;
+        let content = read_content(&mut BufReader::new(file)).map_err(fault)?;
+        let architecture = content.metadata.get("general.architecture");
+        let architecture = architecture.and_then(|value| value.to_string().ok()).cloned();
+        architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
     }
 
     /// Checks that the file has the matrix of a linear layer with `depth` inputs and `width` outputs. Callers do this
@@ -78,18 +85,6 @@ impl Gguf {
         }
     }
 
-    /// The number types of its tensors that take more bits here than in the file.
-    pub fn widened_types(&self) -> Vec<String> {
-        let types = self.content.tensor_infos.values().map(|info| info.ggml_dtype).filter(|dtype| {
-            matches!(
-                dtype,
-                GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q5_0 | GgmlDType::Q5_1 | GgmlDType::Q5K
-            )
-        });
-        let types: BTreeSet<String> = types.map(|dtype| format!("{dtype:?}")).collect();
-        types.into_iter().collect()
-    }
-
     /// Checks the numbers of all tensors, and the scales of those that are quantised.
     ///
     /// # Errors
@@ -114,8 +109,8 @@ impl Gguf {
                 GgmlDType::BF16 => finite::not_finite_bf16(bytes),
                 GgmlDType::Q4_0 | GgmlDType::Q5_0 | GgmlDType::Q8_0 => in_blocks(0..2),
                 GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q4K | GgmlDType::Q5K => in_blocks(0..4),
-                GgmlDType::Q3K | GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
                 GgmlDType::Q2K => in_blocks(block_bytes - 4..block_bytes),
+                GgmlDType::Q3K | GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
                 // Loading refuses it.
                 _ => None,
             };
@@ -154,15 +149,44 @@ impl Gguf {
         self.content.tensor_infos.contains_key(name)
     }
 
+    /// The number types whose matrices are kept in wider types in the memory of a CPU, because no kernel computes in
+    /// them. None if the file has none of these.
+    pub fn widened_types(&self) -> Option<String> {
+        let matrices = self.content.tensor_infos.values().filter(|info| info.shape.rank() > 1);
+        let widened = matrices.filter_map(|info| {
+            let dtype = info.ggml_dtype;
+            let (kept, bits) = match dtype {
+                GgmlDType::F16 => ("f32", 32),
+                GgmlDType::Q8_0 => return None,
+                _ => match group_reader(dtype)?.0 {
+                    NumberFormat::Bits4 => return None,
+                    // Each group has a scale and an offset in f32.
+                    format => ("8 bits", 8 + 64 / format.group()),
+                },
+            };
+            let in_file = dtype.type_size() as f32 * 8.0 / dtype.block_size() as f32;
+            let name = type_name(dtype);
+            Some(format!("{name} in {kept} ({bits} bits each in memory, {in_file} in the file)"))
+        });
+        let widened: Vec<String> = widened.collect::<BTreeSet<_>>().into_iter().collect();
+        let all = widened.join(", ");
+        (!all.is_empty())
+            .then(|| format!("the numbers of these types are unchanged, but kept in wider types: {all}"))
+    }
+
     /// The numbers of a vector of this length.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the tensor.
     pub fn vector(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
         let (info, bytes) = self.tensor(name, &[length])?;
-        match info.ggml_dtype {
-            GgmlDType::F32 => Ok(bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect()),
-            other => Err(self.fault(format!("tensor {name} is {other:?}; vectors are read as F32"))),
+        let dtype = info.ggml_dtype;
+        match float_reader(dtype) {
+            Some(read) => Ok(bytes.chunks_exact(dtype.type_size()).map(read).collect()),
+            None => {
+                let found = type_name(dtype);
+                Err(self.fault(format!("tensor {name} is {found}; vectors are read as F32, F16 and BF16")))
+            }
         }
     }
 
@@ -182,32 +206,18 @@ impl Gguf {
         let dtype = info.ggml_dtype;
         let row_bytes = depth / dtype.block_size() * dtype.type_size();
         let row_of = |column: usize| &bytes[row_of_column(column) * row_bytes..][..row_bytes];
-        let floats = |read: fn(&[u8]) -> f32| {
-            let size = dtype.type_size();
-            let columns: Vec<f32> =
-                (0..width).flat_map(|column| row_of(column).chunks_exact(size).map(read)).collect();
-            columns
-        };
-        let groups = |format, read: fn(&[u8], usize) -> Group| {
-            Matrix::of_groups(format, [depth, width], |column, group| read(row_of(column), group))
-        };
-        Ok(match dtype {
-            GgmlDType::F32 => Matrix::of_f32(&floats(f32_number), depth),
-            GgmlDType::F16 => Matrix::of_f32(&floats(f16_number), depth),
-            GgmlDType::BF16 => Matrix::of_bf16(&floats(bf16_number), depth),
-            GgmlDType::Q4_0 => groups(NumberFormat::Bits4, q4_0),
-            GgmlDType::Q4_1 => groups(NumberFormat::Bits4, q4_1),
-            GgmlDType::Q8_0 => groups(NumberFormat::Bits8, q8_0),
-            GgmlDType::Q4K => groups(NumberFormat::Bits4, q4_k),
-            GgmlDType::Q6K => groups(NumberFormat::Bits8By16, q6_k),
-            // These have no kernel of their own. Their numbers stay as they are, in 8 bits each.
-            GgmlDType::Q5_0 => groups(NumberFormat::Bits8, q5_0),
-            GgmlDType::Q5_1 => groups(NumberFormat::Bits8, q5_1),
-            GgmlDType::Q5K => groups(NumberFormat::Bits8, q5_k),
-            GgmlDType::Q3K => groups(NumberFormat::Bits8By16, q3_k),
-            GgmlDType::Q2K => groups(NumberFormat::Bits8By16, q2_k),
-            other => return Err(self.fault(format!("tensor {name} is {other:?}; read are {READ_TYPES}"))),
-        })
+        if let Some(read) = float_reader(dtype) {
+            let numbers = |column| row_of(column).chunks_exact(dtype.type_size()).map(read);
+            let columns: Vec<f32> = (0..width).flat_map(numbers).collect();
+            return Ok(match dtype {
+                GgmlDType::BF16 => Matrix::of_bf16(&columns, depth),
+                _ => Matrix::of_f32(&columns, depth),
+            });
+        }
+        let (format, read) = group_reader(dtype).ok_or_else(|| {
+            self.fault(format!("tensor {name} is {}; read are {READ_TYPES}", type_name(dtype)))
+        })?;
+        Ok(Matrix::of_groups(format, [depth, width], |column, group| read(row_of(column), group)))
     }
 
     /// The tensor of a linear layer with `depth` inputs and `width` outputs. The file has a row of `depth` numbers for
@@ -229,9 +239,10 @@ impl Gguf {
         }
         let dtype = info.ggml_dtype;
         if shape.last().is_some_and(|depth| depth % dtype.block_size() != 0) {
-            return Err(
-                self.fault(format!("tensor {name} has rows that are no multiple of a block of {dtype:?}"))
-            );
+            return Err(self.fault(format!(
+                "tensor {name} has rows that are no multiple of a block of {}",
+                type_name(dtype)
+            )));
         }
         let bytes = self.bytes.get(self.byte_range(name, info)?);
         let bytes =
@@ -259,94 +270,114 @@ impl Gguf {
 /// Reads a file's header and metadata. The library limits each count in it by the size of the file.
 fn read_content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
     // The library divides by the alignment that the file states, and panics if that is 0.
-    let read = catch_unwind(AssertUnwindSafe(|| Content::read(file)));
-    match read {
-        Ok(read) => read.map_err(|error| error.to_string()),
-        Err(_) => Err("its metadata cannot be read: general.alignment is 0".to_owned()),
-    }
+    let read = catch_unwind(AssertUnwindSafe(|| {
+        Content::read(file).map_err(|error| unread_tensor(file).unwrap_or_else(|| error.to_string()))
+    }));
+    read.unwrap_or_else(|_| Err("its metadata cannot be read: general.alignment is 0".to_owned()))
 }
 
-/// The number types that the library does not know, by their numbers in GGUF files. Where the library refuses a file, the
-/// first of its tensors with such a type is named.
-const UNREAD_TYPES: [(u32, &str); 17] = [
-    (16, "IQ2_XXS"),
-    (17, "IQ2_XS"),
-    (18, "IQ3_XXS"),
-    (19, "IQ1_S"),
-    (20, "IQ4_NL"),
-    (21, "IQ3_S"),
-    (22, "IQ2_S"),
-    (23, "IQ4_XS"),
-    (24, "I8"),
-    (25, "I16"),
-    (26, "I32"),
-    (27, "I64"),
-    (28, "F64"),
-    (29, "IQ1_M"),
-    (34, "TQ1_0"),
-    (35, "TQ2_0"),
-    (39, "MXFP4"),
-];
-
-/// Why a file is refused: its first tensor with a number type of [`UNREAD_TYPES`]. None if there is none.
-fn first_unread_type(file: &[u8]) -> Option<String> {
-    let mut rest = file.strip_prefix(b"GGUF")?.get(4..)?;
-    let (tensors, values) = (take_u64(&mut rest)?, take_u64(&mut rest)?);
-    // Each of them takes some bytes of the file, so that its length bounds the loops.
-    for _ in 0..values {
-        take_text(&mut rest)?;
-        let kind = take_u32(&mut rest)?;
-        skip_value(&mut rest, kind, 2)?;
+/// Names the tensor whose type the library does not know, and the type: its own error has only the type's number. It
+/// stops directly after that number, so `file` must be where it stopped. None if it stopped for another reason.
+fn unread_tensor<R: Read + Seek>(file: &mut R) -> Option<String> {
+    let stop = file.stream_position().ok()?;
+    file.rewind().ok()?;
+    let mut header = Vec::new();
+    file.by_ref().take(stop).read_to_end(&mut header).ok()?;
+    // The number of tensors. If it is 0, the library stops where their table begins. The first version of the format,
+    // which is older than these types, has another header.
+    header.get_mut(8..16)?.fill(0);
+    let mut header = Cursor::new(&*header);
+    let content = Content::read(&mut header).ok()?;
+    if matches!(content.magic, VersionedMagic::GgufV1) {
+        return None;
     }
-    for _ in 0..tensors {
-        let name = take_text(&mut rest)?;
-        let dimensions = usize::try_from(take_u32(&mut rest)?).ok()?;
-        rest = rest.get(dimensions.checked_mul(8)?..)?;
-        let kind = take_u32(&mut rest)?;
-        take_u64(&mut rest)?;
-        if let Some((_, kind)) = UNREAD_TYPES.iter().find(|(number, _)| *number == kind) {
-            let name = String::from_utf8_lossy(name);
-            return Some(format!("tensor {name} is {kind}, which is not read; read are {READ_TYPES}"));
+    let mut table = header.get_ref().get(usize::try_from(header.position()).ok()?..)?;
+    loop {
+        let (length, rest) = table.split_first_chunk()?;
+        let (name, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        let (dimensions, rest) = rest.split_first_chunk()?;
+        let (_, rest) = rest.split_at_checked((u32::from_le_bytes(*dimensions) as usize).checked_mul(8)?)?;
+        let (number, rest) = rest.split_first_chunk()?;
+        if rest.is_empty() {
+            let name = str::from_utf8(name).ok().filter(|name| name.len() < MAX_NAME_BYTES)?.escape_debug();
+            let found = unread_type(u32::from_le_bytes(*number))?;
+            return Some(format!("tensor {name} is {found}; read are {READ_TYPES}"));
         }
+        // The tensor's offset.
+        (_, table) = rest.split_at_checked(8)?;
     }
-    None
 }
 
-fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
-    let (number, rest) = bytes.split_first_chunk()?;
-    *bytes = rest;
-    Some(u32::from_le_bytes(*number))
-}
-
-fn take_u64(bytes: &mut &[u8]) -> Option<u64> {
-    let (number, rest) = bytes.split_first_chunk()?;
-    *bytes = rest;
-    Some(u64::from_le_bytes(*number))
-}
-
-fn take_text<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
-    let length = usize::try_from(take_u64(bytes)?).ok()?;
-    let (text, rest) = bytes.split_at_checked(length)?;
-    *bytes = rest;
-    Some(text)
-}
-
-/// Skips a value of the metadata; lists may be nested in `depth` others.
-fn skip_value(bytes: &mut &[u8], kind: u32, depth: usize) -> Option<()> {
-    let size = match kind {
-        0 | 1 | 7 => 1,
-        2 | 3 => 2,
-        4..=6 => 4,
-        10..=12 => 8,
-        8 => return take_text(bytes).map(drop),
-        9 if depth > 0 => {
-            let (kind, count) = (take_u32(bytes)?, take_u64(bytes)?);
-            return (0..count).try_for_each(|_| skip_value(bytes, kind, depth - 1));
-        }
-        _ => return None,
+/// The name of a type that the library does not know. None for those that it knows.
+fn unread_type(number: u32) -> Option<String> {
+    let name = match number {
+        0..=3 | 6..=15 | 30 => return None,
+        4 => "Q4_2",
+        5 => "Q4_3",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        23 => "IQ4_XS",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        31 => "Q4_0_4_4",
+        32 => "Q4_0_4_8",
+        33 => "Q4_0_8_8",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        36 => "IQ4_NL_4_4",
+        37 => "IQ4_NL_4_8",
+        38 => "IQ4_NL_8_8",
+        39 => "MXFP4",
+        40 => "NVFP4",
+        41 => "Q1_0",
+        other => return Some(format!("of the unknown type {other}")),
     };
-    *bytes = bytes.get(size..)?;
-    Some(())
+    Some(name.to_owned())
+}
+
+/// A type's name in llama.cpp.
+fn type_name(dtype: GgmlDType) -> String {
+    format!("{dtype:?}").replace('K', "_K")
+}
+
+/// How the numbers of a type are read that is not quantised.
+fn float_reader(dtype: GgmlDType) -> Option<fn(&[u8]) -> f32> {
+    match dtype {
+        GgmlDType::F32 => Some(f32_number),
+        GgmlDType::F16 => Some(f16_number),
+        GgmlDType::BF16 => Some(bf16_number),
+        _ => None,
+    }
+}
+
+/// How a group in a row of a quantised type is read, by its index.
+type GroupReader = fn(&[u8], usize) -> Group;
+
+/// The format in which the numbers of a quantised type are kept, unchanged, and how they are read. None for a type that
+/// is not read.
+fn group_reader(dtype: GgmlDType) -> Option<(NumberFormat, GroupReader)> {
+    Some(match dtype {
+        GgmlDType::Q4_0 => (NumberFormat::Bits4, q4_0),
+        GgmlDType::Q4_1 => (NumberFormat::Bits4, q4_1),
+        GgmlDType::Q5_0 => (NumberFormat::Bits8, q5_0),
+        GgmlDType::Q5_1 => (NumberFormat::Bits8, q5_1),
+        GgmlDType::Q8_0 => (NumberFormat::Bits8, q8_0),
+        GgmlDType::Q2K => (NumberFormat::Bits8By16, q2_k),
+        GgmlDType::Q3K => (NumberFormat::Bits8By16, q3_k),
+        GgmlDType::Q4K => (NumberFormat::Bits4, q4_k),
+        GgmlDType::Q5K => (NumberFormat::Bits8, q5_k),
+        GgmlDType::Q6K => (NumberFormat::Bits8By16, q6_k),
+        _ => return None,
+    })
 }
 
 fn f32_number(bytes: &[u8]) -> f32 {
@@ -382,6 +413,14 @@ fn nibbles(bytes: &[u8]) -> [u8; 32] {
     q
 }
 
+/// Adds the fifth bits of numbers: those of 8 numbers are in one byte.
+fn with_fifth_bits(mut q: [u8; 32], bits: &[u8]) -> [u8; 32] {
+    for (index, q) in q.iter_mut().enumerate() {
+        *q |= (bits[index / 8] >> (index % 8) & 1) << 4;
+    }
+    q
+}
+
 /// The block holds a scale, then 32 4-bit numbers, stored with 8 added.
 fn q4_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 18..][..18];
@@ -395,6 +434,20 @@ fn q4_1(row: &[u8], group: usize) -> Group {
     Group { scale: f16_number(block), offset: f16_number(&block[2..]), q: nibbles(&block[4..]) }
 }
 
+/// The block holds a scale, then the fifth bits and the lower 4 bits of 32 5-bit numbers, stored with 16 added.
+fn q5_0(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 22..][..22];
+    let scale = f16_number(block);
+    Group { scale, offset: -16.0 * scale, q: with_fifth_bits(nibbles(&block[6..]), &block[2..6]) }
+}
+
+/// The block holds a scale and an offset, then the fifth bits and the lower 4 bits of 32 5-bit numbers.
+fn q5_1(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 24..][..24];
+    let q = with_fifth_bits(nibbles(&block[8..]), &block[4..8]);
+    Group { scale: f16_number(block), offset: f16_number(&block[2..]), q }
+}
+
 /// The block holds a scale, then 32 signed bytes. A `Group` has bytes without a sign, so 128 is added to them here.
 fn q8_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 34..][..34];
@@ -404,111 +457,91 @@ fn q8_0(row: &[u8], group: usize) -> Group {
     Group { scale, offset: -128.0 * scale, q }
 }
 
-/// The scale and the minimum of a group of 32 numbers in a block of Q4_K or Q5_K.
-fn k_scale_and_min(packed: &[u8], index: usize) -> (u8, u8) {
+/// 16 numbers of 2 bits. A block's 256 numbers take 64 bytes, in two halves of 128 numbers. The four quarters of 32
+/// numbers in a half share bytes.
+fn two_bits(bytes: &[u8], group: usize) -> [u8; 32] {
+    let (half, quarter, first) = (group / 8, group % 8 / 2, group % 2 * 16);
+    let mut q = [0; 32];
+    for (q, byte) in q.iter_mut().zip(&bytes[half * 32 + first..][..16]) {
+        *q = byte >> (2 * quarter) & 3;
+    }
+    q
+}
+
+/// The block holds 256 2-bit numbers in 16 groups of 16. Its scale and its minimum are multiplied by those of each
+/// group, which have 4 bits.
+fn q2_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 84..][..84];
+    let index = group % 16;
+    let (scale, min, of_group) = (f16_number(&block[80..]), f16_number(&block[82..]), block[index]);
+    Group {
+        scale: scale * f32::from(of_group & 15),
+        offset: -(min * f32::from(of_group >> 4)),
+        q: two_bits(&block[16..80], index),
+    }
+}
+
+/// The block holds 256 3-bit numbers, stored with 4 added, in 16 groups of 16. Its scale is multiplied by the 6-bit
+/// number of each group, which is stored with 32 added.
+fn q3_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 110..][..110];
+    let (high, rest) = block.split_at(32);
+    let (low, rest) = rest.split_at(64);
+    let (packed, scale) = rest.split_at(12);
+    let index = group % 16;
+    let mut q = two_bits(low, index);
+    // Each byte has the upper bits of 8 numbers that are 32 apart.
+    for (q, byte) in q.iter_mut().zip(&high[index % 2 * 16..][..16]) {
+        *q |= (byte >> (index / 2) & 1) << 2;
+    }
+    // The halves of the first 8 bytes are the lower 4 bits of the groups' numbers, and the quarters of the other 4
+    // bytes their upper 2 bits.
+    let lower = if index < 8 { packed[index] & 15 } else { packed[index - 8] >> 4 };
+    let upper = packed[8 + index % 4] >> (2 * (index / 4)) & 3;
+    let scale = f16_number(scale) * (f32::from(lower | upper << 4) - 32.0);
+    Group { scale, offset: -4.0 * scale, q }
+}
+
+/// The block holds 256 4-bit numbers in 8 groups, after the block's scales.
+fn q4_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 8 * 144..][..144];
+    group_of_256(block, &block[16..], group % 8)
+}
+
+/// As [`q4_k`], but between the scales and the lower 4 bits of the numbers are their fifth bits: each byte has those of
+/// 8 numbers, one of each group.
+fn q5_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 8 * 176..][..176];
+    let index = group % 8;
+    let mut group = group_of_256(block, &block[48..], index);
+    for (q, bits) in group.q.iter_mut().zip(&block[16..48]) {
+        *q |= (bits >> index & 1) << 4;
+    }
+    group
+}
+
+/// A group of a block of 256 numbers, of which `numbers` has 4 bits each. The block begins with a scale and a minimum,
+/// which are multiplied by the scale and the minimum of each group.
+fn group_of_256(block: &[u8], numbers: &[u8], index: usize) -> Group {
+    let (scale, min, packed) = (f16_number(block), f16_number(&block[2..]), &block[4..16]);
     // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. For groups 0 to 3, the lower
     // 6 bits of bytes 0 to 3 are the scales, and the lower 6 bits of bytes 4 to 7 the minimums. For groups 4 to 7, the
     // lower halves of bytes 8 to 11 are the lower 4 bits of the scales, and their upper halves the lower 4 bits of the
     // minimums. The upper 2 bits of these scales are the upper 2 bits of bytes 0 to 3, and those of the minimums of
     // bytes 4 to 7.
-    match index {
+    let (group_scale, group_min) = match index {
         0..4 => (packed[index] & 63, packed[index + 4] & 63),
         _ => (
             packed[index + 4] & 15 | packed[index - 4] >> 6 << 4,
             packed[index + 4] >> 4 | packed[index] >> 6 << 4,
         ),
-    }
-}
-
-/// The block holds 256 4-bit numbers in 8 groups. It has a scale and a minimum, which are multiplied by the scale and
-/// the minimum of each group.
-fn q4_k(row: &[u8], group: usize) -> Group {
-    let block = &row[group / 8 * 144..][..144];
-    let (scale, min, packed, numbers) =
-        (f16_number(block), f16_number(&block[2..]), &block[4..16], &block[16..]);
-    let index = group % 8;
-    let (group_scale, group_min) = k_scale_and_min(packed, index);
+    };
     let mut q = [0; 32];
     // Two groups share 32 bytes: one has the lower halves, the other the upper ones.
     for (q, byte) in q.iter_mut().zip(&numbers[index / 2 * 32..]) {
         *q = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
     }
     Group { scale: scale * f32::from(group_scale), offset: -(min * f32::from(group_min)), q }
-}
-
-/// 32 numbers of 5 bits, whose upper bits are in the first 4 bytes, number 0's in the lowest bit.
-fn fives(bytes: &[u8]) -> [u8; 32] {
-    let high = bytes.first_chunk().map_or(0, |bits| u32::from_le_bytes(*bits));
-    let mut q = nibbles(&bytes[4..]);
-    (0..).zip(&mut q).for_each(|(index, q)| *q |= ((high >> index & 1) as u8) << 4);
-    q
-}
-
-/// The block holds a scale, then 32 5-bit numbers, stored with 16 added.
-fn q5_0(row: &[u8], group: usize) -> Group {
-    let block = &row[group * 22..][..22];
-    let scale = f16_number(block);
-    Group { scale, offset: -16.0 * scale, q: fives(&block[2..]) }
-}
-
-/// The block holds a scale and an offset, then 32 5-bit numbers.
-fn q5_1(row: &[u8], group: usize) -> Group {
-    let block = &row[group * 24..][..24];
-    Group { scale: f16_number(block), offset: f16_number(&block[2..]), q: fives(&block[4..]) }
-}
-
-/// As [`q4_k`], with a fifth bit of each number: that of group g is bit g of 32 bytes that all groups share.
-fn q5_k(row: &[u8], group: usize) -> Group {
-    let block = &row[group / 8 * 176..][..176];
-    let (packed, high, numbers) = (&block[4..16], &block[16..48], &block[48..]);
-    let index = group % 8;
-    let (group_scale, group_min) = k_scale_and_min(packed, index);
-    let mut q = [0; 32];
-    for ((q, byte), high) in q.iter_mut().zip(&numbers[index / 2 * 32..]).zip(high) {
-        let lower = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
-        *q = lower | (high >> index & 1) << 4;
-    }
-    let (scale, min) = (f16_number(block), f16_number(&block[2..]));
-    Group { scale: scale * f32::from(group_scale), offset: -(min * f32::from(group_min)), q }
-}
-
-/// The 16 2-bit numbers of a group, of 256 in 64 bytes. The block has two halves of 128 numbers. The four quarters of 32
-/// numbers in a half share bytes, and have two groups each.
-fn twos(bytes: &[u8], index: usize) -> [u8; 32] {
-    let (half, quarter, first) = (index / 8, index % 8 / 2, index % 2 * 16);
-    let mut q = [0; 32];
-    let numbers = &bytes[half * 32 + first..];
-    q.iter_mut().take(16).zip(numbers).for_each(|(q, byte)| *q = byte >> (2 * quarter) & 3);
-    q
-}
-
-/// The block holds 256 3-bit numbers, stored with 4 added, in 16 groups of 16: first the upper bits, then the lower two.
-/// Its scale is multiplied by the scale of each group, of 6 bits, stored with 32 added.
-fn q3_k(row: &[u8], group: usize) -> Group {
-    let block = &row[group / 16 * 110..][..110];
-    let (high, rest) = block.split_at(32);
-    let (low, rest) = rest.split_at(64);
-    let (scales, scale) = rest.split_at(12);
-    let index = group % 16;
-    let mut q = twos(low, index);
-    for (q, high) in q.iter_mut().take(16).zip(&high[index % 2 * 16..]) {
-        *q |= (high >> (index / 2) & 1) << 2;
-    }
-    // The lower 4 bits of the scales are in the halves of the first 8 bytes, and the upper 2 in the last 4 bytes.
-    let lower = if index < 8 { scales[index] & 15 } else { scales[index - 8] >> 4 };
-    let group_scale = lower | (scales[8 + index % 4] >> (2 * (index / 4)) & 3) << 4;
-    let scale = f16_number(scale) * (f32::from(group_scale) - 32.0);
-    Group { scale, offset: -4.0 * scale, q }
-}
-
-/// The block holds 256 2-bit numbers in 16 groups of 16. A byte for each group has its scale and, in the upper half, its
-/// minimum, which are multiplied by those of the block.
-fn q2_k(row: &[u8], group: usize) -> Group {
-    let block = &row[group / 16 * 84..][..84];
-    let index = group % 16;
-    let (scale, min) = (f16_number(&block[80..]), f16_number(&block[82..]));
-    let (group_scale, group_min) = (f32::from(block[index] & 15), f32::from(block[index] >> 4));
-    Group { scale: scale * group_scale, offset: -(min * group_min), q: twos(&block[16..80], index) }
 }
 
 /// The block holds 256 6-bit numbers, stored with 32 added, in 16 groups of 16. Its scale is multiplied by the signed
@@ -579,32 +612,6 @@ mod tests {
     }
 
     #[test]
-    fn a_number_type_that_the_library_does_not_know_is_named_with_its_tensor() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("m.gguf");
-        let x = Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let tensor = QTensor::quantize(&x, GgmlDType::Q8_0).unwrap();
-        let (text, list) =
-            (Value::String("text".to_owned()), Value::Array(vec![Value::U32(1), Value::U32(2)]));
-        let values = [("a", &text), ("b", &list), ("c", &Value::Bool(true))];
-        gguf_file::write(&mut File::create(&path).unwrap(), &values, &[("blk.0.w", &tensor)]).unwrap();
-        let whole = std::fs::read(&path).unwrap();
-        let at = whole.windows(7).position(|bytes| bytes == b"blk.0.w").unwrap();
-        for (number, name) in [(20_u32, "IQ4_NL"), (23, "IQ4_XS"), (39, "MXFP4")] {
-            let mut bytes = whole.clone();
-            // The name is followed by the number of dimensions and two of them.
-            bytes[at + 7 + 4 + 16..][..4].copy_from_slice(&number.to_le_bytes());
-            std::fs::write(&path, &bytes).unwrap();
-            let error = Gguf::read(&path).err().unwrap().to_string();
-            assert!(error.contains(&format!("tensor blk.0.w is {name}, which is not read")), "{error}");
-            for length in 0..at + 40 {
-                std::fs::write(&path, &bytes[..length]).unwrap();
-                assert!(Gguf::read(&path).is_err(), "{length}");
-            }
-        }
-    }
-
-    #[test]
     fn a_scale_that_is_not_finite_is_named_with_its_tensor() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
@@ -615,12 +622,12 @@ mod tests {
             (GgmlDType::Q4_0, 18, 32),
             (GgmlDType::Q4_1, 2, 0),
             (GgmlDType::Q5_0, 22, 32),
-            (GgmlDType::Q5_1, 2, 0),
+            (GgmlDType::Q5_1, 24 + 2, 32),
             (GgmlDType::Q8_0, 2 * 34, 64),
             (GgmlDType::Q2K, 82, 0),
             (GgmlDType::Q3K, 110 + 108, 256),
             (GgmlDType::Q4K, 144 + 2, 256),
-            (GgmlDType::Q5K, 2, 0),
+            (GgmlDType::Q5K, 176 + 2, 256),
             (GgmlDType::Q6K, 208, 0),
         ] {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
@@ -650,7 +657,7 @@ mod tests {
         let gguf = Gguf::read(&path).unwrap();
         assert!(error(&gguf, "v", [32, 2]).contains("tensor v is missing"));
         assert!(error(&gguf, "w", [32, 3]).contains("[2, 32]"));
-        assert!(error(&gguf, "w", [32, 2]).contains("Q8_1; read are F32"));
+        assert!(error(&gguf, "w", [32, 2]).contains("tensor w is Q8_1; read are F32"));
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 32]).unwrap();
         assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("past the end of the file"));
@@ -658,29 +665,110 @@ mod tests {
         assert!(Gguf::read(&path).is_err());
     }
 
+    #[test]
+    fn a_vector_of_floats_is_read_and_a_quantised_one_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let expected = [1.0, -0.5, 384.0, 0.0];
+        let x = Tensor::new(&expected.repeat(8)[..], &Device::Cpu).unwrap();
+        let read = |dtype| {
+            let tensor = QTensor::quantize(&x, dtype).unwrap();
+            gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("v", &tensor)]).unwrap();
+            Gguf::read(&path).unwrap().vector("v", 32)
+        };
+        for dtype in [GgmlDType::F32, GgmlDType::F16, GgmlDType::BF16] {
+            assert_eq!(read(dtype).unwrap(), expected.repeat(8), "{dtype:?}");
+        }
+        let error = read(GgmlDType::Q8_0).unwrap_err().to_string();
+        assert!(error.contains("tensor v is Q8_0; vectors are read as F32"), "{error}");
+    }
+
+    #[test]
+    fn each_type_that_is_kept_in_a_wider_one_is_told_once() {
+        use GgmlDType::{F16, F32, Q3K, Q4K, Q5_0, Q8_0};
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let x = Tensor::randn(0f32, 1.0, (3, 256), &Device::Cpu).unwrap();
+        let told = |dtypes: &[GgmlDType]| {
+            let tensors: Vec<(String, QTensor)> = (0..)
+                .zip(dtypes)
+                .map(|(index, dtype)| (format!("w{index}"), QTensor::quantize(&x, *dtype).unwrap()))
+                .collect();
+            let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+            gguf_file::write(&mut File::create(&path).unwrap(), &[], &tensors).unwrap();
+            Gguf::read(&path).unwrap().widened_types()
+        };
+        let expected = "the numbers of these types are unchanged, but kept in wider types: \
+                        F16 in f32 (32 bits each in memory, 16 in the file), \
+                        Q3_K in 8 bits (12 bits each in memory, 3.4375 in the file), \
+                        Q5_0 in 8 bits (10 bits each in memory, 5.5 in the file)";
+        assert_eq!(told(&[F32, Q5_0, F16, Q4K, Q3K, Q5_0, Q8_0]).as_deref(), Some(expected));
+        assert_eq!(told(&[F32, Q4K, Q8_0]), None);
+    }
+
     /// A file with one tensor of 64 bytes. Its dimensions and metadata may be false.
     fn forged(dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Result<Gguf, LoadError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let bytes = [forged_header(&[("w", 0)], dimensions, metadata), vec![0; 64]].concat();
+        std::fs::write(&path, bytes).unwrap();
+        Gguf::read(&path)
+    }
+
+    /// The header of a file with tensors, each with its name and the number of its type.
+    fn forged_header(tensors: &[(&str, u32)], dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Vec<u8> {
         let mut bytes = b"GGUF".to_vec();
         let text = |bytes: &mut Vec<u8>, text: &str| {
             bytes.extend((text.len() as u64).to_le_bytes());
             bytes.extend(text.as_bytes());
         };
         bytes.extend(3_u32.to_le_bytes());
-        [1, metadata.len() as u64].iter().for_each(|count| bytes.extend(count.to_le_bytes()));
+        [tensors.len(), metadata.len()].iter().for_each(|count| bytes.extend((*count as u64).to_le_bytes()));
         for (key, value) in metadata {
             text(&mut bytes, key);
             [4_u32, *value].iter().for_each(|it| bytes.extend(it.to_le_bytes()));
         }
-        text(&mut bytes, "w");
-        bytes.extend(2_u32.to_le_bytes());
-        dimensions.iter().for_each(|length| bytes.extend(length.to_le_bytes()));
-        bytes.extend(0_u32.to_le_bytes());
-        bytes.extend(0_u64.to_le_bytes());
-        bytes.extend([0; 64]);
+        for (name, number) in tensors {
+            text(&mut bytes, name);
+            bytes.extend(2_u32.to_le_bytes());
+            dimensions.iter().for_each(|length| bytes.extend(length.to_le_bytes()));
+            bytes.extend(number.to_le_bytes());
+            bytes.extend(0_u64.to_le_bytes());
+        }
+        bytes
+    }
+
+    #[test]
+    fn a_type_that_is_not_read_is_refused_with_its_tensor() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
-        std::fs::write(&path, bytes).unwrap();
-        Gguf::read(&path)
+        let long = "w".repeat(MAX_NAME_BYTES);
+        for (name, number, message) in [
+            (
+                "blk.0.ffn_up.weight",
+                23,
+                "tensor blk.0.ffn_up.weight is IQ4_XS; read are F32, F16, BF16, Q8_0",
+            ),
+            ("w\n", 39, r"tensor w\n is MXFP4; read are F32"),
+            ("w", 99, "tensor w is of the unknown type 99; read are F32"),
+            // These are the library's words.
+            (&long, 23, "unknown dtype for tensor 23"),
+        ] {
+            let tensors = [("first", 12), (name, number), ("last", 20)];
+            let header = forged_header(&tensors, [32, 4], &[("general.alignment", 64)]);
+            std::fs::write(&path, &header).unwrap();
+            let errors = [Gguf::read(&path).err().unwrap(), Gguf::architecture(&path).unwrap_err()];
+            for error in errors.map(|error| error.to_string()) {
+                assert!(error.contains("m.gguf") && error.contains(message), "{error}");
+            }
+        }
+        // A file that ends within its table has a type that is read.
+        let header = forged_header(&[("w", 12)], [32, 4], &[]);
+        for missing in 1..header.len() {
+            std::fs::write(&path, &header[..header.len() - missing]).unwrap();
+            let error = Gguf::read(&path).err().unwrap().to_string();
+            assert!(!error.contains("read are"), "{missing}: {error}");
+        }
     }
 
     #[test]

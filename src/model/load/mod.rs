@@ -48,6 +48,15 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
     })
 }
 
+/// How a CPU keeps the number types of a GGUF file in which it does not compute, for the operator. None for other files
+/// and devices, and if the file is not on this host or cannot be read.
+pub fn widened_types(spec: &LoadSpec) -> Option<String> {
+    if spec.device != "cpu" {
+        return None;
+    }
+    gguf::Gguf::read(&ModelFiles::on_this_host(&spec.source)?.gguf()?).ok()?.widened_types()
+}
+
 /// Checks all numbers in the model's files, once its results are known not to be finite: then neither the device nor the
 /// number format is at fault. Reads every file, and is therefore not called for a model that works. A model that is not
 /// loaded from files of this host passes.

@@ -197,13 +197,8 @@ impl Model {
         let files = ModelFiles::locate(&spec.source)?;
         if let Some(path) = files.gguf() {
             let (gguf, config) = read_gguf(&path)?;
-            let types = gguf.widened_types();
-            if !types.is_empty() {
-                let types = types.join(", ");
-                tracing::info!(
-                    types,
-                    "numbers of these types take 8 bits each in memory, and are not changed"
-                );
+            if let (true, Some(note)) = (spec.device == "cpu", gguf.widened_types()) {
+                tracing::info!("{note}");
             }
             let vocabulary = Vocabulary::from_gguf(&gguf, config.vocabulary)?;
             let weights = DecoderWeights::from_gguf(gguf, &config);
