@@ -59,13 +59,17 @@ impl ReplyStats {
             self.inputs += inputs as u64;
         }
         if let Some(tokens) = answer.tokens {
-            *self.tokens.get_or_insert(0) += tokens;
+            let sum = self.tokens.get_or_insert(0);
+            // A reply may hold any number.
+            *sum = sum.saturating_add(tokens);
         }
         if let Some(generated) = answer.generated {
-            *self.generated.get_or_insert(0) += generated;
+            let sum = self.generated.get_or_insert(0);
+            *sum = sum.saturating_add(generated);
         }
         if let Some(ms) = answer.audio_ms {
-            *self.audio_ms.get_or_insert(0) += ms;
+            let sum = self.audio_ms.get_or_insert(0);
+            *sum = sum.saturating_add(ms);
         }
         let Some(name) = answer.worker else { return };
         if !self.workers.contains_key(name) {

@@ -200,7 +200,13 @@ fn ending(media_type: &str) -> &str {
     match media_type {
         "" | JSON => "json",
         "text/plain" => "txt",
-        other => other.rsplit('/').next().unwrap_or("bin"),
+        // Whoever answers writes it, so that it may be anything.
+        other => other
+            .rsplit('/')
+            .next()
+            .filter(|kind| (1..=32).contains(&kind.len()))
+            .filter(|kind| kind.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-".contains(&byte)))
+            .unwrap_or("bin"),
     }
 }
 

@@ -271,7 +271,7 @@ async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let told = told.map_err(anyhow::Error::from).and_then(|told| Ok(told?));
     match told {
         Ok(RunEnd::Told) => writeln!(io::stdout(), "the `sconce submit` of job {job} is told to end")?,
-        Ok(RunEnd::Gone) => writeln!(io::stdout(), "the `sconce submit` of job {job} has ended before")?,
+        Ok(RunEnd::Gone) => writeln!(io::stdout(), "no `sconce submit` runs job {job} any more")?,
         Ok(RunEnd::Unknown) => writeln!(io::stdout(), "no `sconce submit` runs job {job}")?,
         Err(error) => {
             writeln!(io::stderr(), "the `sconce submit` of job {job} cannot be told to end: {error:#}")?

@@ -359,7 +359,7 @@ async fn a_withdrawn_job_ends_its_client_although_there_is_no_worker() {
     assert!(job.log().contains("was withdrawn"), "{}", job.log());
     let mut again = Sconce::run(&settings, &["submit", "--cancel", id]);
     again.exit_code().await;
-    assert!(again.log().contains(&format!("of job {id} has ended before")), "{}", again.log());
+    assert!(again.log().contains(&format!("runs job {id} any more")), "{}", again.log());
     let mut unknown = Sconce::run(&settings, &["submit", "--cancel", "0123456789ab"]);
     unknown.exit_code().await;
     assert!(unknown.log().contains("no `sconce submit` runs job 0123456789ab"), "{}", unknown.log());

@@ -15,6 +15,9 @@ pub const BLOCK: usize = 32;
 /// Keys in a group, one in each lane: the keys of this many consecutive tokens are interleaved, number by number.
 pub const KEY_LANES: usize = 16;
 
+/// A multiple of the size of a page in bytes. Other CPUs than x86-64 may have pages of up to 64 KiB.
+const PAGE: usize = if cfg!(target_arch = "x86_64") { 4 << 10 } else { 64 << 10 };
+
 /// The number format of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvNumbers {
@@ -130,14 +133,19 @@ impl KvBlocks {
         self.shape
     }
 
-    /// Returns the memory of a group to the system.
+    /// Returns the memory of a group to the system, except for pages that it shares with other groups.
     #[expect(unsafe_code, reason = "no safe interface exists for discarding the contents of pages")]
     pub fn release(&mut self, group: usize) {
         let bytes = self.group_blocks * self.shape.block_bytes();
-        // SAFETY: the map is private and anonymous, so its pages become zeros, which are valid numbers. If the call
-        // fails, the process keeps the memory.
-        let _ =
-            unsafe { self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, group * bytes, bytes) };
+        // The system discards whole pages, and would discard what is beside the group.
+        let start = (group * bytes).next_multiple_of(PAGE);
+        let end = (group + 1) * bytes / PAGE * PAGE;
+        if start >= end {
+            return;
+        }
+        // SAFETY: the map is private and anonymous, so its pages become zeros, which are valid numbers. No other group has
+        // numbers in them. If the call fails, the process keeps the memory.
+        let _ = unsafe { self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
     }
 
     /// The keys and values of one layer and head of a block.
@@ -240,7 +248,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_are_stored_at_their_places_and_a_released_block_is_zero() {
+    fn a_released_block_leaves_its_neighbours_as_they_are() {
+        // A block takes 4,608 bytes, and so shares its pages with others.
+        let shape = KvShape { layers: 1, heads: 1, width: 20, numbers: KvNumbers::F32 };
+        let mut blocks = KvBlocks::new(shape, 40).unwrap();
+        let (key, value) = (vec![1.0; 20], vec![2.0; 20]);
+        for block in 0..40 {
+            (0..BLOCK).for_each(|offset| blocks.put(CachePosition { block, offset }, 0, 0, &key, &value));
+        }
+        let words = |blocks: &KvBlocks, block: u32| {
+            let HeadBlock { keys, values } = blocks.head_block(block, 0, 0);
+            [keys, values].concat()
+        };
+        let whole = words(&blocks, 0);
+        (1..39).step_by(2).for_each(|block| blocks.release(block));
+        (0..40).step_by(2).for_each(|block| assert_eq!(words(&blocks, block), whole, "{block}"));
+        // This one takes 128 KiB: whole pages, of which nothing is left.
+        let shape = KvShape { layers: 8, heads: 1, width: 64, numbers: KvNumbers::F32 };
+        let mut blocks = KvBlocks::new(shape, 3).unwrap();
+        let (key, value) = (vec![1.0; 64], vec![2.0; 64]);
+        blocks.put(CachePosition { block: 1, offset: 0 }, 7, 0, &key, &value);
+        blocks.release(1);
+        assert!(blocks.head_block(1, 7, 0).values.iter().all(|word| *word == 0));
+    }
+
+    #[test]
+    fn tokens_are_stored_at_their_places() {
         for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
             let shape = KvShape { layers: 2, heads: 3, width: 4, numbers };
             let mut blocks = KvBlocks::new(shape, 3).unwrap();
@@ -271,8 +304,6 @@ mod tests {
                     .chain(blocks.head_block(0, 1, 2).values)
                     .all(|word| *word == 0)
             );
-            blocks.release(1);
-            assert!(blocks.head_block(1, 1, 2).values.iter().all(|word| *word == 0));
         }
     }
 

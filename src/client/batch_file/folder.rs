@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,10 @@ struct InputStamp {
 impl InputStamp {
     fn of(input: &InputFile) -> io::Result<Self> {
         let metadata = fs::metadata(&input.path)?;
+        // Opening it would wait for a writer, and a run could not be continued.
+        if metadata.file_type().is_fifo() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a pipe, and is not read"));
+        }
         let nanoseconds =
             metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
         let modified = metadata.is_file().then_some(nanoseconds);

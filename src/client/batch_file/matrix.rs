@@ -12,6 +12,9 @@ use super::errors::ErrorCounts;
 use crate::protocol::batch_line::OutputError;
 use crate::protocol::results::{ResultLine, vector_of};
 
+/// The largest number of numbers of a vector.
+const MAX_DIMENSIONS: usize = 1 << 16;
+
 /// Length of the header in bytes, which NumPy's format wants to be a multiple of 64. It has room for any shape.
 const HEADER_BYTES: usize = 128;
 /// The beginning of a file in version 1.0 of the format.
@@ -147,6 +150,10 @@ impl Matrix {
     fn checked(&self, vector: Vec<f32>) -> Result<Vec<f32>, String> {
         match self.dimensions {
             _ if vector.is_empty() => Err("the vector is empty".to_owned()),
+            // Each failed row takes as much on the disk, so that one reply must not decide on gigabytes.
+            _ if vector.len() > MAX_DIMENSIONS => {
+                Err(format!("the vector has {} numbers; at most {MAX_DIMENSIONS} are written", vector.len()))
+            }
             Some(dimensions) if dimensions != vector.len() => {
                 Err(format!("the vector has {} numbers, and those before have {dimensions}", vector.len()))
             }

@@ -30,7 +30,11 @@ use crate::protocol::embeddings;
 use crate::protocol::requests::bodies_of_texts;
 
 /// Rows in memory at a time.
-const BATCH_ROWS: usize = 1_024;
+const BATCH_ROWS: usize = 64;
+/// The largest number of columns of a CSV file.
+const MAX_COLUMNS: usize = 10_000;
+/// The largest number of bytes of a CSV file's header.
+const MAX_HEADER: u64 = 1 << 20;
 /// Bytes of a row group of a file, which the writer holds in memory: 32 MiB.
 const ROW_GROUP_BYTES: usize = 32 << 20;
 /// The column with the vectors, and the one that says why a row has none.
@@ -70,6 +74,17 @@ impl Table {
             let reader = builder.with_projection(mask).with_batch_size(BATCH_ROWS).build();
             return Ok((schema, Box::new(reader.map_err(|error| refused(&error))?)));
         }
+        let mut header = Vec::new();
+        BufReader::new(&file)
+            .take(MAX_HEADER)
+            .read_until(b'\n', &mut header)
+            .map_err(|error| refused(&error))?;
+        let columns = header.iter().filter(|byte| **byte == b',').count() + 1;
+        if columns > MAX_COLUMNS || header.len() as u64 == MAX_HEADER {
+            let (count, bytes) = (MAX_COLUMNS, MAX_HEADER);
+            return Err(refused(&format!("a header may have {count} columns and {bytes} bytes at most")));
+        }
+        let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
         let format = arrow_csv::reader::Format::default().with_header(true);
         let (header, _) = format.infer_schema(&file, Some(0)).map_err(|error| refused(&error))?;
         // Nothing is guessed of what is in a cell, so that "007" stays as it is.

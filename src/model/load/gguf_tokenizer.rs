@@ -224,11 +224,14 @@ fn pieces(gguf: &Gguf, tokens: &[String], unknown: Option<String>) -> Result<Tok
     Ok(tokenizer)
 }
 
+/// A longer piece is not split: the work grows with the square of its length.
+const MAX_PIECE: usize = 1_024;
+
 /// Each way in which a piece consists of two others, the piece with the highest score first.
 fn merges_of(tokens: &[String], scores: &[f32]) -> Vec<(String, String)> {
     let known: HashSet<&str> = tokens.iter().map(String::as_str).collect();
     let mut merges: Vec<(f32, &str, &str)> = Vec::new();
-    for (text, score) in tokens.iter().zip(scores) {
+    for (text, score) in tokens.iter().zip(scores).filter(|(text, _)| text.len() <= MAX_PIECE) {
         let parts = text.char_indices().skip(1).map(|(at, _)| text.split_at(at));
         let parts = parts.filter(|(left, right)| known.contains(left) && known.contains(right));
         merges.extend(parts.map(|(left, right)| (*score, left, right)));

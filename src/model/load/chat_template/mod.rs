@@ -15,6 +15,9 @@ use super::ModelFiles;
 use crate::model::{LoadError, TaskError, TaskErrorKind};
 use crate::protocol::generate::ChatMessage;
 
+/// The largest template in bytes. Those of published models have up to 40 KiB.
+const MAX_TEMPLATE: usize = 96 << 10;
+
 /// The name of the template that is used if the request names none.
 const DEFAULT: &str = "default";
 /// The folder of further templates, each in a file `NAME.jinja`.
@@ -121,6 +124,11 @@ impl ChatTemplates {
         let by_name: BTreeMap<_, _> = sources
             .into_iter()
             .map(|(name, text)| {
+                // The library's parser calls itself for nested expressions, and would exceed the thread's stack.
+                let text = text.and_then(|text| match text.len() {
+                    0..=MAX_TEMPLATE => Ok(text),
+                    length => Err(format!("the template has {length} bytes; at most {MAX_TEMPLATE} are read")),
+                });
                 if let Some(literal) = text.as_deref().ok().and_then(jinja::percent_formatted) {
                     tracing::warn!(
                         name,

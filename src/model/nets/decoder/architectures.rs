@@ -89,6 +89,7 @@ const LLAMA: Architecture = Architecture {
 const QWEN2: Architecture = Architecture {
     name: "qwen2",
     gguf: "qwen2",
+    defaults: r#"{"max_window_layers": 28}"#,
     windows: Windows::IfUsed,
     has_qkv_biases: true,
     gguf_has_adjacent_pairs: false,
@@ -98,7 +99,7 @@ const QWEN2: Architecture = Architecture {
 const QWEN3: Architecture = Architecture {
     name: "qwen3",
     gguf: "qwen3",
-    defaults: r#"{"head_dim": 128}"#,
+    defaults: r#"{"head_dim": 128, "max_window_layers": 28}"#,
     head_norms: HeadNorms::Each,
     has_qkv_biases: false,
     ..QWEN2
@@ -144,7 +145,7 @@ const ALL: &[Architecture] = &[
     Architecture { name: "ministral3", gguf: "mistral3", windows: Windows::Always, ..LLAMA },
     QWEN2,
     QWEN3,
-    Architecture { name: "qwen3_moe", gguf: "qwen3moe", windows: Windows::Never, ..QWEN3 },
+    Architecture { name: "qwen3_moe", gguf: "qwen3moe", defaults: "{}", windows: Windows::Never, ..QWEN3 },
     GEMMA,
     GEMMA2,
     Architecture {

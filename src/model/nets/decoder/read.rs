@@ -152,6 +152,12 @@ impl DecoderConfig {
             out: has_bias(&["attn_output"]),
             feed_forward: has_bias(&["ffn_down"]),
         };
+        let tokens =
+            gguf.value("tokenizer.ggml.tokens").and_then(|tokens| tokens.to_vec().ok()).map_or(0, Vec::len);
+        if tokens > config.vocabulary {
+            let vectors = config.vocabulary;
+            return Err(gguf.fault(format!("it has {tokens} tokens, and vectors for {vectors}")));
+        }
         let scaled = |name: &str, frequencies: &[f32]| {
             let factors = gguf.vector(name, frequencies.len())?;
             Ok(frequencies.iter().zip(factors).map(|(frequency, factor)| frequency / factor).collect())
@@ -213,6 +219,13 @@ fn gguf_fields(gguf: &Gguf, architecture: &Architecture) -> Result<Map<String, V
     }
     if rope.contains_key("mscale_all_dim") {
         rope.insert("mscale".to_owned(), json!(1.0));
+    } else if rope.get("rope_type") == Some(&json!("yarn"))
+        && let [Some(written), Some(factor)] =
+            ["attention_factor", "factor"].map(|key| rope.get(key).and_then(Value::as_f64))
+    {
+        // llama.cpp multiplies what the file has with yarn's own factor.
+        let own = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+        rope.insert("attention_factor".to_owned(), json!(written * own));
     }
     let factors =
         ["short", "long"].map(|kind| (format!("{kind}_factor"), format!("rope_factors_{kind}.weight")));
@@ -317,7 +330,17 @@ impl RawConfig {
 
     /// The rotations: one for all layers, or the first for layers without a window and the second for those with one.
     fn rotations(&self, head_width: usize) -> Result<(Vec<Rotation>, Option<QueryGrowth>), Refusal> {
-        let fields = self.rope_parameters.clone().or_else(|| self.rope_scaling.clone()).unwrap_or_default();
+        let fields = match (&self.rope_parameters, &self.rope_scaling) {
+            (Some(parameters), Some(scaling))
+                if scaling.iter().any(|(name, value)| parameters.get(name) != Some(value)) =>
+            {
+                // Libraries differ in which of them counts.
+                let both = "config.json has rope_parameters and another rope_scaling; put the scaling into rope_parameters";
+                return Err(both.to_owned());
+            }
+            (Some(fields), _) | (None, Some(fields)) => fields.clone(),
+            (None, None) => Map::new(),
+        };
         let read = |value: Value| {
             serde_json::from_value::<Option<Rope>>(value).map_err(|error| format!("rope_parameters: {error}"))
         };
@@ -377,10 +400,17 @@ impl RawConfig {
             (None, Some(interval)) if interval > 0 => !(index + 1).is_multiple_of(interval),
             _ => true,
         };
+        let dense = self.mlp_only_layers.as_deref().unwrap_or_default();
+        if dense.len() > count {
+            return Err(format!(
+                "mlp_only_layers has {} layers, and num_hidden_layers is {count}",
+                dense.len()
+            ));
+        }
         let step = self.decoder_sparse_step.unwrap_or(1).max(1);
         let has_experts = |index: usize| {
             self.num_experts.is_some_and(|count| count > 0)
-                && self.mlp_only_layers.as_ref().is_none_or(|layers| !layers.contains(&index))
+                && !dense.contains(&index)
                 && (index + 1).is_multiple_of(step)
         };
         let layer = |index: usize| LayerConfig {
@@ -492,6 +522,23 @@ mod tests {
             ("gemma2", vec![("layer_types", json!(vec!["chunked_attention"; 6]))], "chunked_attention"),
             ("qwen3_moe", experts.to_vec(), "num_experts_per_tok is 5, and num_experts 4"),
             ("phi3", vec![("partial_rotary_factor", json!(0.2))], "3 of the 16 numbers of a head"),
+            (
+                "qwen3_moe",
+                vec![
+                    ("num_experts", json!(4)),
+                    ("num_experts_per_tok", json!(1)),
+                    ("mlp_only_layers", json!([1; 7])),
+                ],
+                "mlp_only_layers has 7 layers",
+            ),
+            (
+                "qwen3",
+                vec![
+                    ("rope_parameters", json!({"rope_type": "default", "rope_theta": 1e6})),
+                    ("rope_scaling", json!({"rope_type": "yarn", "factor": 4.0})),
+                ],
+                "rope_parameters and another rope_scaling",
+            ),
         ] {
             let error = read(model_type, &changes).unwrap_err();
             assert!(error.contains(message), "{model_type} {changes:?}: {error}");
@@ -513,6 +560,8 @@ mod tests {
                 vec![window.clone(), ("use_sliding_window", json!(true)), ("max_window_layers", json!(4))],
                 [none, none, none, none, some, some],
             ),
+            // Without max_window_layers the library takes 28.
+            ("qwen2", vec![window.clone(), ("use_sliding_window", json!(true))], [none; 6]),
             ("gemma2", vec![window.clone()], [some, none, some, none, some, none]),
             ("gemma3_text", vec![window.clone()], [some, some, some, some, some, none]),
         ] {
