@@ -527,7 +527,7 @@ mod tests {
                 vec![
                     ("num_experts", json!(4)),
                     ("num_experts_per_tok", json!(1)),
-                    ("mlp_only_layers", json!([1; 7])),
+                    ("mlp_only_layers", json!(vec![1; 7])),
                 ],
                 "mlp_only_layers has 7 layers",
             ),
