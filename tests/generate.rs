@@ -590,7 +590,7 @@ fn gemma3() -> PathBuf {
 }
 
 #[test]
-fn gemma3_has_the_tokens_the_texts_and_the_perplexity_of_llama_cpp() {
+fn gemma3_has_the_tokens_of_llama_cpp_and_the_numbers_of_transformers() {
     let expected = expected("gemma-3-270m");
     let (processor, _) = load(&gemma3(), json!({"context": 512}));
     let gguf = Gguf::read(&gemma3()).expect("a GGUF file");
@@ -601,20 +601,25 @@ fn gemma3_has_the_tokens_the_texts_and_the_perplexity_of_llama_cpp() {
         let (text, ids) = (&prompt["text"], numbers(&prompt["ids"]));
         let ours = inputs(&processor, COMPLETIONS, &json!({"prompt": text})).remove(0).input.ids;
         assert_eq!(*ours, *ids, "{text}");
-        // llama.cpp rounds the activations to 8 bits, so that another token may be the likeliest by a little.
-        let greedy = numbers(&prompt["greedy"]);
-        let all = [&ids[..], &greedy].concat();
+        // llama.cpp rounds the activations to 8 bits, so that some of its tokens are not the likeliest: by as much as in
+        // transformers, in f32.
+        let all = [&ids[..], &numbers(&prompt["greedy"])].concat();
+        let mut behind = 0.0_f32;
         each_logits(&mut decoder, &config, KvNumbers::F32, &all[..all.len() - 1], |position, row| {
-            let most = row.iter().copied().fold(f32::MIN, f32::max);
-            let next = all[position + 1];
-            let behind = most - row[next as usize];
-            assert!(position + 1 < ids.len() || behind < 0.4, "{text}: token {next} is behind by {behind}");
+            if position + 1 >= ids.len() {
+                let most = row.iter().copied().fold(f32::MIN, f32::max);
+                behind = behind.max(most - row[all[position + 1] as usize]);
+            }
         });
+        let expected = prompt["behind"].as_f64().expect("a number");
+        assert!((f64::from(behind) - expected).abs() < 2e-3, "{text}: {behind}, not {expected}");
     }
-    let ids = numbers(&expected["perplexity"]["ids"]);
-    let ours = mean_nll(&mut decoder, &config, KvNumbers::F32, &ids);
-    let off = (ours - expected["perplexity"]["nll"].as_f64().expect("a number")).exp() - 1.0;
-    assert!(off.abs() < 0.01, "perplexity is off by {:.2} %", off * 100.0);
+    let perplexity = &expected["perplexity"];
+    let ours = mean_nll(&mut decoder, &config, KvNumbers::F32, &numbers(&perplexity["ids"]));
+    for (name, most) in [("nll", 1e-4), ("rounded_nll", 0.02)] {
+        let off = (ours - perplexity[name].as_f64().expect("a number")).exp() - 1.0;
+        assert!(off.abs() < most, "{name}: perplexity is off by {:.4} %", off * 100.0);
+    }
 }
 
 #[test]
