@@ -822,7 +822,7 @@ mod tests {
         let mut case = case(shape, &[100]);
         let scoring = Scoring { window: Some(33), ..Scoring::usual(64) };
         let queries = flat(&[1, 64], 3);
-        let mut of = |table: &[u32]| {
+        let of = |table: &[u32]| {
             let mut out = vec![f32::NAN; 64];
             let span = Span { blocks: table, first: 99, count: 1 };
             attend(&case.kv, 1, scoring, &[span], &queries, &mut out);

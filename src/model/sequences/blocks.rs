@@ -70,7 +70,7 @@ const RELEASED: u32 = u32::MAX;
 /// The blocks of one sequence.
 #[derive(Debug)]
 pub struct Table {
-    /// The indices of the blocks, in the order of the sequence. [`RELEASED`] stands for a block that was released.
+    /// The indices of the blocks, in the order of the sequence. `u32::MAX` stands for a block that was released.
     pub blocks: Vec<u32>,
     /// The number of blocks that were released, the first ones.
     released: usize,
