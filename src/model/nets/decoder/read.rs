@@ -211,9 +211,8 @@ fn gguf_fields(gguf: &Gguf, architecture: &Architecture) -> Result<Map<String, V
         };
         fields.insert("query_pre_attn_scalar".to_owned(), json!(scalar));
     }
-    let rope: Map<String, Value> =
+    let mut rope: Map<String, Value> =
         GGUF_ROPE_NAMES.iter().filter_map(|(name, key)| Some(((*key).to_owned(), read(name)?))).collect();
-    let mut rope = rope;
     if rope.get("rope_type") == Some(&json!("none")) {
         rope.remove("rope_type");
     }
@@ -234,6 +233,10 @@ fn gguf_fields(gguf: &Gguf, architecture: &Architecture) -> Result<Map<String, V
             fields.get("rotary_dim").or(fields.get("head_dim")).and_then(Value::as_u64).unwrap_or_default();
         rope.insert(key.clone(), gguf.vector(tensor, width as usize / 2)?.into());
         rope.insert("rope_type".to_owned(), json!("longrope"));
+    }
+    let mut numbers = fields.iter().chain(&rope);
+    if let Some((key, _)) = numbers.find(|(key, value)| value.is_null() && *key != "sliding_window") {
+        return Err(gguf.fault(format!("the metadata's value for {key} is not finite")));
     }
     if !rope.is_empty() {
         fields.insert("rope_scaling".to_owned(), rope.into());
