@@ -145,6 +145,19 @@ fn what_the_files_do_not_tell_is_said_in_a_sentence_each() {
 }
 
 #[test]
+fn of_a_model_of_images_and_text_only_a_folder_has_more_than_the_text_part() {
+    let folder = r#"{"model_type":"gemma3","architectures":["Gemma3ForConditionalGeneration"]}"#;
+    let (_, assumptions) = assumed(folder, None, None).unwrap();
+    assert!(assumptions[0].contains("only the text part"), "{assumptions:?}");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let architecture = gguf_file::Value::String("gemma3".into());
+    let mut file = File::create(&path).unwrap();
+    gguf_file::write(&mut file, &[("general.architecture", &architecture)], &[]).unwrap();
+    assert!(super::assumptions(path.to_str().unwrap(), None).unwrap().is_empty());
+}
+
+#[test]
 fn the_architecture_of_a_gguf_file_is_read_from_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");

@@ -13,7 +13,7 @@ pub use self::network::{Answer, AnswerEnd, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
 use super::names::ServedNames;
 use super::{MANY_TEXTS, prepare_all};
-use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
+use crate::model::family::{self, Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::gguf::Gguf;
 use crate::model::load::long_text::{Side, TextIds};
 use crate::model::load::packed_cache::{self, PackedCache};
@@ -82,7 +82,9 @@ pub static FAMILY: Family = Family {
 
 /// What a request cannot use although the model has it.
 fn assumptions(model: &Description) -> Vec<String> {
-    let has_more = WITH_TEXT_PART.contains(&model.architecture.as_str());
+    // A GGUF file has the text part alone, under the same name.
+    let has_more =
+        model.format == family::Format::Config && WITH_TEXT_PART.contains(&model.architecture.as_str());
     let what = "only the text part of this model is served, and images are refused";
     has_more.then(|| what.to_owned()).into_iter().collect()
 }
