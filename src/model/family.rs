@@ -50,6 +50,10 @@ pub struct FileRules {
     pub ggufs: &'static [&'static str],
     /// The `_class_name` of their `model_index.json`, for models of several networks.
     pub pipelines: &'static [&'static str],
+    /// The `model_type` in `config_sentence_transformers.json` of models that the family serves, such as `SparseEncoder`.
+    pub libraries: &'static [&'static str],
+    /// The kinds of modules in `modules.json` that make a model one of the family's, such as `Pooling`.
+    pub modules: &'static [&'static str],
     /// A further condition on a model's description.
     pub accepts: fn(&Description) -> bool,
     /// The ends of the names in `architectures` that the family serves unless `pool.task` names it: it would ignore the
@@ -122,6 +126,16 @@ pub struct Description {
     /// The kinds of the modules that the sentence-transformers library would load, such as `Pooling`; empty if the model
     /// is not one of that library's.
     pub modules: Vec<String>,
+    /// The kind of model that `config_sentence_transformers.json` names, such as `SparseEncoder`. Older files name none.
+    pub library: Option<String>,
+}
+
+/// The file in which sentence-transformers names the kind of a model, and its prompts.
+pub const LIBRARY_CONFIG: &str = "config_sentence_transformers.json";
+
+#[derive(Default, Deserialize)]
+struct Library {
+    model_type: Option<String>,
 }
 
 /// A module in `modules.json`.
@@ -153,17 +167,28 @@ impl Description {
     pub fn read(files: &ModelFiles) -> Result<Self, LoadError> {
         if let Some(path) = files.gguf() {
             let architecture = Gguf::architecture(&path)?;
-            return Ok(Self { format: Format::Gguf, architecture, fields: Map::new(), modules: Vec::new() });
+            return Ok(Self {
+                format: Format::Gguf,
+                architecture,
+                fields: Map::new(),
+                modules: Vec::new(),
+                library: None,
+            });
         }
         let describe = |format, name: &str, fields: Map<String, Value>| {
             let architecture = fields.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
-            Self { format, architecture, fields, modules: Vec::new() }
+            Self { format, architecture, fields, modules: Vec::new(), library: None }
         };
         // A folder that has `config.json` and `model_index.json` counts as one network, described by `config.json`.
         if let Some(fields) = files.json("config.json")? {
             let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
             let modules = modules.iter().map(|module| module.kind().to_owned()).collect();
-            return Ok(Self { modules, ..describe(Format::Config, "model_type", fields) });
+            let library: Library = files.json(LIBRARY_CONFIG)?.unwrap_or_default();
+            return Ok(Self {
+                modules,
+                library: library.model_type,
+                ..describe(Format::Config, "model_type", fields)
+            });
         }
         match files.json("model_index.json")? {
             Some(fields) => Ok(describe(Format::Pipeline, "_class_name", fields)),
@@ -179,9 +204,14 @@ impl Description {
         classes.into_iter().flatten().filter_map(Value::as_str)
     }
 
+    /// Whether the model has this module of sentence-transformers.
+    pub fn has_module(&self, wanted: &str) -> bool {
+        self.modules.iter().any(|kind| kind == wanted)
+    }
+
     /// Whether the model's own files make it one for embeddings.
     pub fn has_pooling(&self) -> bool {
-        self.modules.iter().any(|kind| kind == POOLING)
+        self.has_module(POOLING)
     }
 }
 
@@ -198,6 +228,20 @@ impl FileRules {
     /// Whether the family serves a model.
     pub fn serves(&self, model: &Description) -> bool {
         self.architectures(model.format).contains(&&*model.architecture) && (self.accepts)(model)
+    }
+
+    /// Whether the files of sentence-transformers make a model one of the family's. None if they do not say what it is.
+    pub fn is_named(&self, model: &Description, all: &[&Self]) -> Option<bool> {
+        let by_library =
+            |rules: &Self| rules.libraries.iter().any(|name| model.library.as_deref() == Some(name));
+        let by_modules = |rules: &Self| rules.modules.iter().any(|kind| model.has_module(kind));
+        if all.iter().copied().any(by_library) {
+            Some(by_library(self))
+        } else if all.iter().copied().any(by_modules) {
+            Some(by_modules(self))
+        } else {
+            None
+        }
     }
 
     /// Whether the family uses the head that the model's weights have.

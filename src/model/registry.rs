@@ -2,9 +2,8 @@
 //! its files name and by the pool's `task`. A model that no family serves is refused, with a list of what is served.
 
 use std::fmt;
-use std::ptr;
 
-use super::family::{Description, Family, FileRules, Format, MODULES};
+use super::family::{Description, Family, FileRules, Format, LIBRARY_CONFIG, MODULES};
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
 use super::tasks::{caption, image_generation, text_image};
@@ -158,23 +157,26 @@ fn find_family(
     if serving.is_empty() {
         return Err(refused(unserved(architecture, model.format)));
     }
+    // The files of sentence-transformers may name a kind that is not served for this architecture.
+    let all: Vec<(&Family, &FileRules)> = families_of_files().collect();
+    let all_rules: Vec<&FileRules> = all.iter().map(|(_, rules)| *rules).collect();
     let is_wanted = |(family, rules): &(&'static Family, &FileRules)| match task {
         Some(task) => family.name == task,
-        None if model.has_pooling() => ptr::eq(*family, &embed::FAMILY),
-        None => rules.uses_head(model),
+        None => rules.is_named(model, &all_rules).unwrap_or_else(|| rules.uses_head(model)),
     };
     let (family, rules) = serving.iter().copied().find(is_wanted).ok_or_else(|| {
         let names: Vec<&str> = serving.iter().map(|(family, _)| family.name).collect();
         let (names, class) = (names.join(", "), model.classes().next().unwrap_or_default());
-        refused(match task {
-            Some(task) => format!(
+        let named = all.iter().find(|(_, rules)| rules.is_named(model, &all_rules) == Some(true));
+        refused(match (task, named) {
+            (Some(task), _) => format!(
                 "{architecture:?} with these weights is not served for the task {task:?}, but for {names}"
             ),
-            None if model.has_pooling() => format!(
-                "{MODULES} makes it a model for embeddings, and these are not served for {architecture:?}; pool.task may \
-                 be {names}"
+            (None, Some((named, _))) => format!(
+                "{MODULES} or {LIBRARY_CONFIG} makes it a model for the task {:?}, and {architecture:?} is not served \
+                 for it; pool.task may be {names}", named.name
             ),
-            None => format!(
+            (None, None) => format!(
                 "the head of {class} is not served, and its weights would be ignored; without it pool.task may be {names}"
             ),
         })

@@ -47,6 +47,8 @@ pub static FAMILY: Family = Family {
         configs: &[ARCHITECTURE],
         ggufs: &[],
         pipelines: &[],
+        libraries: &[],
+        modules: &[],
         accepts: |_| true,
         heads: &[],
         fewer_routes: None,

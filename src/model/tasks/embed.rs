@@ -36,6 +36,8 @@ pub static FAMILY: Family = Family {
         configs: &Architecture::NAMES,
         ggufs: &[],
         pipelines: &[],
+        libraries: &["SentenceTransformer"],
+        modules: &[POOLING],
         accepts: |_| true,
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
         fewer_routes: None,

@@ -81,6 +81,8 @@ pub static FAMILY: Family = Family {
         configs: &[],
         ggufs: &[],
         pipelines: &[PIPELINE],
+        libraries: &[],
+        modules: &[],
         accepts: |_| true,
         heads: &[],
         fewer_routes: None,

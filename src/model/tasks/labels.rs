@@ -130,6 +130,8 @@ pub static FAMILY: Family = Family {
         configs: &Architecture::NAMES,
         ggufs: &[],
         pipelines: &[],
+        libraries: &["CrossEncoder"],
+        modules: &[],
         accepts: |model| label_count(model).is_some(),
         heads: &[],
         fewer_routes: None,

@@ -32,6 +32,8 @@ pub static FAMILY: Family = Family {
         configs: &Architecture::NAMES,
         ggufs: &[],
         pipelines: &[],
+        libraries: &["CrossEncoder"],
+        modules: &["LogitScore"],
         accepts: |model| label_count(model) == Some(1),
         heads: &[],
         fewer_routes: None,

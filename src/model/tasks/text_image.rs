@@ -44,6 +44,8 @@ pub static FAMILY: Family = Family {
         configs: &ARCHITECTURES,
         ggufs: &[],
         pipelines: &[],
+        libraries: &["SentenceTransformer"],
+        modules: &[],
         accepts: |_| true,
         heads: &[],
         fewer_routes: None,

@@ -65,6 +65,8 @@ pub static FAMILY: Family = Family {
         configs: &CONFIG_ARCHITECTURES,
         ggufs: &GGUF_ARCHITECTURES,
         pipelines: &[],
+        libraries: &[],
+        modules: &[],
         accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"],
         fewer_routes: None,

@@ -60,6 +60,8 @@ pub static FAMILY: Family = Family {
         configs: &[MODEL_TYPE],
         ggufs: &[],
         pipelines: &[],
+        libraries: &[],
+        modules: &[],
         accepts: |_| true,
         heads: &[],
         fewer_routes: None,

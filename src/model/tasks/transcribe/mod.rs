@@ -72,6 +72,8 @@ pub static FAMILY: Family = Family {
         configs: &[MODEL_TYPE],
         ggufs: &[],
         pipelines: &[],
+        libraries: &[],
+        modules: &[],
         accepts: |_| true,
         heads: &[],
         fewer_routes: Some(routes_of),
