@@ -260,6 +260,7 @@ pub(super) fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
             let bytes = &shard.bytes[shard.byte_range(info)];
             let found = match info.dtype {
                 safetensors::Dtype::F32 => finite::not_finite_f32(bytes),
+                safetensors::Dtype::F64 => finite::not_finite_f64(bytes),
                 safetensors::Dtype::BF16 => finite::not_finite_bf16(bytes),
                 safetensors::Dtype::F16 => finite::not_finite_f16(bytes),
                 _ => None,

@@ -238,7 +238,7 @@ impl<'a> Reader<'a> {
         let count = self.stack.len() - start;
         self.keep(count)?;
         let items = self.stack.split_off(start);
-        let (Value::Dict(dict), true) = (self.top()?, count % 2 == 0) else {
+        let (Value::Dict(dict), true) = (self.top()?, count.is_multiple_of(2)) else {
             return Err(format!("{} gets {count} keys and values", self.top()?.kind()));
         };
         self.dicts[dict].extend(items.as_chunks::<2>().0.iter().map(|[key, value]| (*key, *value)));
