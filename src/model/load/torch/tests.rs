@@ -331,6 +331,9 @@ fn a_file_that_is_cut_off_is_refused_at_every_length() {
     assert!(pickle_error(&[&pickle[..], b"."].concat()).contains("has 1 bytes after its end"));
 }
 
+/// Bytes that are put at a place of a file.
+type Change = (usize, &'static [u8]);
+
 #[test]
 fn an_archive_that_contradicts_itself_is_refused() {
     let file = good_file(false);
@@ -340,12 +343,12 @@ fn an_archive_that_contradicts_itself_is_refused() {
     let first = find(b"PK\x01\x02", 0);
     let storage = find(b"PK\x01\x02", first + 1);
     let end = find(b"PK\x05\x06", 0);
-    let changed = |changes: &[(usize, &[u8])]| {
+    let changed = |changes: &[Change]| {
         let mut file = file.clone();
         changes.iter().for_each(|(at, bytes)| file[*at..*at + bytes.len()].copy_from_slice(bytes));
         error(&file)
     };
-    let cases: [(&[(usize, &[u8])], &str); 11] = [
+    let cases: [(&[Change], &str); 11] = [
         (&[(storage + 10, b"\x08")], "m/data/0 is compressed (zip method 8)"),
         (&[(storage + 8, b"\x09")], "m/data/0 is encrypted or has unknown flags (0x0809)"),
         (&[(storage + 24, b"\xff\xff\0\0")], "m/data/0 is stored, but takes 24 bytes for 65535"),
