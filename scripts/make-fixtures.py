@@ -2,18 +2,20 @@
 """Makes tests/fixtures: what sentence-transformers answers, for sconce to be held against.
 
 Run with: python scripts/make-fixtures.py   (needs sentence-transformers; made with 6.2.0,
-transformers 5.23.0). With names after it, of those in LATER (mpnet, nomic, modernbert, prompts, electra, t5, t5-gated), it
-makes these alone.
+transformers 5.23.0). With names after it, of those in LATER, it makes these alone.
 
 - minilm/expected.json: texts and vectors of the real all-MiniLM-L6-v2 (models/ must hold it).
 - tiny-*/: a small model with seeded random weights for each architecture and pooling, saved as
   sentence-transformers saves it (or as it used to), with its expected.json beside it. Where the model
   has prompts, expected.json is without one, and prompted.json has a row for each name of a prompt.
+- torch/: the weights of tiny-bert-cls as torch.save writes them, whole and in shards, and small files of
+  other contents. Made with torch 2.15.0.
 
 Each text goes through alone, so that nothing of padding is in the expected values.
 """
 
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -388,8 +390,66 @@ def t5(name, seed, feed_forward):
     finish(tiny(name, network, tokenizer, "mean", True))
 
 
-LATER = {"mpnet": mpnet, "nomic": nomic, "modernbert": modernbert, "prompts": prompts, "electra": electra,
-         "t5": lambda: t5("t5", 26, "relu"), "t5-gated": lambda: t5("t5-gated", 27, "gated-gelu")}
+class Command:
+    """Pickled as a call of os.system: by its own name, posix.system."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def torch_files():
+    folder = FIXTURES / "torch"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "shards").mkdir(parents=True)
+    model = BertForMaskedLM.from_pretrained(FIXTURES / "tiny-bert-cls")
+    # As transformers 3 wrote it: with position_ids, and with a matrix under two names.
+    state = model.state_dict()
+    state["bert.embeddings.position_ids"] = torch.arange(64).expand((1, -1))
+    assert state["cls.predictions.decoder.weight"].data_ptr() == model.bert.embeddings.word_embeddings.weight.data_ptr()
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for name in list(state):
+        for new, before in old.items():
+            if new in name:
+                state[name.replace(new, before)] = state.pop(name)
+    torch.save(state, folder / "pytorch_model.bin")
+    # Without the head, and as parameters in half the files.
+    parts = [{}, {}]
+    for name, tensor in model.bert.state_dict().items():
+        is_layer = name.startswith("encoder")
+        parts[is_layer][name] = tensor if is_layer else torch.nn.Parameter(tensor)
+    names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    for name, part in zip(names, parts):
+        torch.save(part, folder / "shards" / name)
+    (folder / "shards" / "pytorch_model.bin.index.json").write_text(json.dumps({
+        "metadata": {}, "weight_map": {key: name for name, part in zip(names, parts) for key in part}}, indent=1))
+
+    numbers = torch.tensor([1.5, -2.0, 0.0, 1024.0, -0.25, 3.0])
+    kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+    types = {name: numbers.to(dtype) for name, dtype in kinds.items()}
+    kinds = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
+    types |= {name: torch.arange(6).to(dtype) for name, dtype in kinds.items()}
+    types |= {"i8": torch.arange(6).to(torch.int8), "bool": torch.ones(6, dtype=torch.bool)}
+    types |= {"matrix": numbers.reshape(2, 3), "part": numbers[2:5], "scalar": torch.tensor(7.0),
+              "empty": torch.empty(0, 4)}
+    torch.save(types, folder / "types.bin")
+    torch.save({"a.weight": numbers.reshape(2, 3).t()}, folder / "transposed.bin")
+    torch.save({"a": numbers}, folder / "older.bin", _use_new_zipfile_serialization=False)
+    torch.save({"a": numbers, "b": Command()}, folder / "command.bin")
+    torch.save({"a": numbers.to(torch.float8_e4m3fn)}, folder / "f8.bin")
+    for path in sorted(folder.rglob("*.bin")):
+        print(path.relative_to(FIXTURES), path.stat().st_size)
+
+
+LATER = {
+    "mpnet": mpnet,
+    "nomic": nomic,
+    "modernbert": modernbert,
+    "prompts": prompts,
+    "torch": torch_files,
+    "electra": electra,
+    "t5": lambda: t5("t5", 26, "relu"),
+    "t5-gated": lambda: t5("t5-gated", 27, "gated-gelu"),
+}
 
 
 def first():

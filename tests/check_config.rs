@@ -256,3 +256,23 @@ fn a_model_whose_weights_are_cut_off_will_not_load() {
     assert!(said.contains("pool \"text\"") && said.contains("not a whole safetensors file"), "{said}");
     assert!(!said.contains("will load"), "{said}");
 }
+
+#[test]
+fn weights_of_pytorch_are_read_and_a_call_in_them_is_refused_by_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json"] {
+        symlink(fixture("tiny-bert-cls").join(name), folder.path().join(name)).unwrap();
+    }
+    let weights = folder.path().join("pytorch_model.bin");
+    symlink(fixture("torch/pytorch_model.bin"), &weights).unwrap();
+    let (exit, said) = sconce("check-config", folder.path(), "pool[0].name=text");
+    assert_eq!(exit, 0, "{said}");
+    fs::remove_file(&weights).unwrap();
+    symlink(fixture("torch/command.bin"), &weights).unwrap();
+    let (exit, said) = sconce("check-config", folder.path(), "pool[0].name=text");
+    assert_eq!(exit, 82, "{said}");
+    assert!(
+        said.contains("pytorch_model.bin: not readable") && said.contains("posix.system is refused"),
+        "{said}"
+    );
+}

@@ -131,6 +131,34 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
 }
 
 #[test]
+fn weights_of_pytorch_give_the_same_vectors_as_safetensors() {
+    let files: [&[&str]; 2] = [
+        &["pytorch_model.bin"],
+        &[
+            "shards/pytorch_model-00001-of-00002.bin",
+            "shards/pytorch_model-00002-of-00002.bin",
+            "shards/pytorch_model.bin.index.json",
+        ],
+    ];
+    for files in files {
+        let folder = copy("tiny-bert-cls");
+        std::fs::remove_file(folder.path().join("model.safetensors")).expect("removed");
+        for file in files {
+            let name = Path::new(file).file_name().expect("a name");
+            std::fs::copy(fixture("torch").join(file), folder.path().join(name)).expect("a copy");
+        }
+        let settings = "sentence_bert_config.json";
+        std::fs::copy(fixture("tiny-bert-cls").join(settings), folder.path().join(settings)).expect("a copy");
+        std::fs::create_dir(folder.path().join("2_Normalize")).expect("a folder");
+        assert_equals_fixture(&mut load(folder.path()), "tiny-bert-cls");
+        // safetensors come first.
+        std::fs::write(folder.path().join("model.safetensors"), "").expect("written");
+        let error = load_error(&folder).to_string();
+        assert!(error.contains("model.safetensors: not a whole safetensors file"), "{error}");
+    }
+}
+
+#[test]
 fn a_prompt_is_put_before_each_text_by_request_or_by_the_pools_setting() {
     for name in ["tiny-prompts", "tiny-nomic"] {
         let mut model = load(&fixture(name));

@@ -284,6 +284,31 @@ fn truncated_safetensors_fail_the_check() {
 }
 
 #[test]
+fn every_kind_reads_weights_of_pytorch_and_runs_nothing_in_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let command = root().join("tests/fixtures/torch/command.bin");
+    let mut checked = 0;
+    for (family, rules) in families_of_files() {
+        let example = family.example(root());
+        let copy = folder.path().join(family.example.model);
+        link_files(Path::new(&example.source), &copy);
+        let names =
+            [("model", "pytorch_model"), ("vae/diffusion_pytorch_model", "vae/diffusion_pytorch_model")];
+        let of_copy = |name: &str, ending: &str| copy.join(format!("{name}.{ending}"));
+        let weights = names.iter().find(|(name, _)| of_copy(name, "safetensors").exists());
+        // Those of a model that speaks are made by a script of ours.
+        let Some((name, name_of_pytorch)) = weights else { continue };
+        std::fs::remove_file(of_copy(name, "safetensors")).unwrap();
+        symlink(&command, of_copy(name_of_pytorch, "bin")).unwrap();
+        let spec = LoadSpec::new(copy.to_str().unwrap());
+        let error = (rules.check)(&spec).unwrap_err().to_string();
+        assert!(error.contains("posix.system is refused"), "{error}");
+        checked += 1;
+    }
+    assert!(checked >= 5, "{checked}");
+}
+
+#[test]
 fn a_truncated_gguf_file_fails_the_check() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");

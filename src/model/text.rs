@@ -31,7 +31,8 @@ pub struct TextEncoder {
 
 impl TextEncoder {
     /// Loads the model that [`LoadSpec::source`] names: a folder, or an id of the Hugging Face hub. It has
-    /// `config.json`, `tokenizer.json` and `model.safetensors`, or the files that `model.safetensors.index.json` lists.
+    /// `config.json`, `tokenizer.json` and `model.safetensors` or `pytorch_model.bin`, or the files that the index of
+    /// one of these lists.
     ///
     /// With `pooling`, the network gives a vector of [`width`](Self::width) numbers for each text. Choose the pooling
     /// with which the head was trained; the model's own (`modules.json`) is not read. Without it, the network gives the

@@ -14,6 +14,12 @@ pub(super) fn not_finite_f32(bytes: &[u8]) -> Option<(usize, f32)> {
     numbers.find(|(_, number)| !number.is_finite())
 }
 
+/// As [`not_finite_f32`], for f64, whose numbers are read as f32.
+pub(super) fn not_finite_f64(bytes: &[u8]) -> Option<(usize, f32)> {
+    let mut numbers = bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).enumerate();
+    numbers.find(|(_, number)| !number.is_finite())
+}
+
 /// As [`not_finite_f32`], for bf16.
 pub(super) fn not_finite_bf16(bytes: &[u8]) -> Option<(usize, f32)> {
     let numbers = bytes.as_chunks().0.iter().map(|x| f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16));
@@ -39,6 +45,8 @@ mod tests {
         let f32s = [largest, (-inf).to_le_bytes(), f32::NAN.to_le_bytes()].concat();
         assert_eq!(not_finite_f32(&f32s), Some((1, -inf)));
         assert_eq!(not_finite_f32(&f32s[..4]), None);
+        let f64s = [f64::from(f32::MAX), 1e300].map(f64::to_le_bytes).concat();
+        assert_eq!(not_finite_f64(&f64s), Some((1, inf)));
         // The largest number, then infinity.
         let bytes = |bits: [u16; 2]| bits.map(u16::to_le_bytes).concat();
         assert_eq!(not_finite_bf16(&bytes([0x7f7f, 0x7f80])), Some((1, inf)));

@@ -10,7 +10,7 @@ use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 
-use super::{INDEX, PIPELINE_WEIGHTS, WEIGHTS, shards};
+use super::{PIPELINE_WEIGHTS, WEIGHTS, shards, whole_files};
 use crate::model::LoadError;
 
 /// The longest time without a byte from the hub, after which a download fails.
@@ -101,9 +101,10 @@ impl Hub {
         let has_shards =
             |index: PathBuf| shards(&index).is_ok_and(|it| it.iter().all(|it| self.cached(it).is_some()));
         let [.., last_of_pipeline] = PIPELINE_WEIGHTS;
-        self.cached(WEIGHTS).is_some()
-            || self.cached(INDEX).is_some_and(has_shards)
-            || self.cached(&format!("{last_of_pipeline}.safetensors")).is_some()
+        whole_files(WEIGHTS).iter().any(|whole| {
+            self.cached(whole).is_some()
+                || self.cached(&format!("{whole}.index.json")).is_some_and(has_shards)
+        }) || whole_files(last_of_pipeline).iter().any(|whole| self.cached(whole).is_some())
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {
@@ -198,8 +199,19 @@ mod tests {
         }
         let snapshot = home.path().join("models--org--name/snapshots/abc123");
         std::fs::create_dir_all(&snapshot).unwrap();
-        std::fs::write(snapshot.join(WEIGHTS), "").unwrap();
         std::fs::write(snapshot.join("config.json"), "{}").unwrap();
+        let index = r#"{"weight_map":{"a":"1.bin"}}"#;
+        std::fs::write(snapshot.join("pytorch_model.bin.index.json"), index).unwrap();
+        assert!(!hub.is_cached());
+        std::fs::write(snapshot.join("1.bin"), "").unwrap();
+        assert!(hub.is_cached());
+        std::fs::remove_file(snapshot.join("1.bin")).unwrap();
+        for weights in whole_files(WEIGHTS) {
+            std::fs::write(snapshot.join(&weights), "").unwrap();
+            assert!(hub.is_cached(), "{weights}");
+            std::fs::remove_file(snapshot.join(&weights)).unwrap();
+        }
+        std::fs::write(snapshot.join("pytorch_model.bin"), "").unwrap();
         assert_eq!(hub.file("config.json").unwrap(), Some(snapshot.join("config.json")));
         assert_eq!(hub.file("modules.json").unwrap(), None);
     }

@@ -20,6 +20,7 @@ mod hub;
 pub mod long_text;
 pub mod packed_cache;
 pub mod tokenizer;
+pub mod torch;
 pub mod vocabulary;
 pub mod weights;
 
@@ -71,7 +72,7 @@ pub fn check_finite(spec: &LoadSpec) -> Result<(), LoadError> {
     }
 }
 
-/// The safetensors files: those with the usual names, else those of a pipeline, else all in the folder, as voices have.
+/// The files of the weights: those with the usual names, else those of a pipeline, else all in the folder, as voices have.
 fn weight_files(files: &ModelFiles) -> Vec<PathBuf> {
     if let Ok(paths) = files.weights() {
         return paths;
@@ -203,36 +204,27 @@ impl ModelFiles {
     /// # Errors
     /// As [`required`](Self::required).
     pub fn weights(&self) -> Result<Vec<PathBuf>, LoadError> {
-        self.weights_of("model")
+        self.weights_of(WEIGHTS)
     }
 
-    /// As [`weights`](Self::weights), for files whose names begin with `stem`, which may contain a folder.
+    /// As [`weights`](Self::weights), for files whose names begin with `stem`, which may contain a folder. Files of
+    /// PyTorch are requested only if there are none of safetensors.
     ///
     /// # Errors
     /// As [`required`](Self::required).
     pub fn weights_of(&self, stem: &str) -> Result<Vec<PathBuf>, LoadError> {
-        let whole = format!("{stem}.safetensors");
-        if let Some(path) = self.optional(&whole)? {
-            return Ok(vec![path]);
-        }
-        match self.optional(&format!("{whole}.index.json"))? {
-            Some(index) => {
+        let whole_files = whole_files(stem);
+        for whole in &whole_files {
+            if let Some(path) = self.optional(whole)? {
+                return Ok(vec![path]);
+            }
+            if let Some(index) = self.optional(&format!("{whole}.index.json"))? {
                 let folder = Path::new(stem).parent().unwrap_or(Path::new(""));
                 let shard = |name: &String| self.required(&folder.join(name).to_string_lossy());
-                shards(&index)?.iter().map(shard).collect()
+                return shards(&index)?.iter().map(shard).collect();
             }
-            None => match &self.location {
-                // A model of the hub is not asked for, since its weights would be downloaded.
-                Location::Folder(folder) if folder.join(PICKLE).exists() => Err(LoadError::File {
-                    path: folder.join(PICKLE),
-                    reason:
-                        "is a pickle, which is not read; docs/models.md (Weights) shows how to convert it to \
-                             model.safetensors"
-                            .into(),
-                }),
-                _ => self.required(&whole).map(|path| vec![path]),
-            },
         }
+        self.required(&whole_files[0]).map(|path| vec![path])
     }
 
     /// A digest of the files that were requested and found so far: SHA-256 over their names, sizes and bytes, 64 hex
@@ -287,12 +279,17 @@ pub fn is_gguf(source: &str) -> bool {
     Path::new(source).extension().is_some_and(|extension| extension == "gguf")
 }
 
-/// The weights of a model in one file.
-const WEIGHTS: &str = "model.safetensors";
-/// Weights as PyTorch writes them.
-const PICKLE: &str = "pytorch_model.bin";
-/// The list of the weights' files, if there are several.
-const INDEX: &str = "model.safetensors.index.json";
+/// The beginning of the names of most models' weights.
+const WEIGHTS: &str = "model";
+
+/// The names that a file with all weights may have: that of safetensors, then that of PyTorch. Where the weights are in
+/// several files, the name with `.index.json` after it lists them.
+fn whole_files(stem: &str) -> [String; 2] {
+    let folder_end = stem.rfind('/').map_or(0, |slash| slash + 1);
+    let (folder, name) = stem.split_at(folder_end);
+    let prefix = if name == WEIGHTS { "pytorch_" } else { "" };
+    [format!("{stem}.safetensors"), format!("{folder}{prefix}{name}.bin")]
+}
 
 /// The description of a model of several networks.
 const PIPELINE: &str = "model_index.json";
@@ -359,25 +356,67 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_one_file_or_the_shards_that_an_index_names() {
+    fn weights_are_one_file_or_the_shards_that_an_index_names_and_safetensors_come_first() {
         let folder = tempfile::tempdir().unwrap();
         let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
-        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-        assert!(files.weights().unwrap_err().to_string().contains(WEIGHTS));
-        write(PICKLE, "");
-        let error = files.weights().unwrap_err().to_string();
-        assert!(error.contains(PICKLE) && error.contains("is a pickle"), "{error}");
-        write(INDEX, r#"{"weight_map":{"a":"2.safetensors","b":"1.safetensors","c":"2.safetensors"}}"#);
-        assert!(files.weights().unwrap_err().to_string().contains("1.safetensors"));
-        write("1.safetensors", "");
-        write("2.safetensors", "");
-        let names = ["1.safetensors", "2.safetensors"].map(|name| folder.path().join(name));
-        assert_eq!(files.weights().unwrap(), names);
-        write(WEIGHTS, "");
-        assert_eq!(files.weights().unwrap(), [folder.path().join(WEIGHTS)]);
+        let write = |name: &str, text: &str| {
+            std::fs::write(folder.path().join(name), text).unwrap();
+            folder.path().join(name)
+        };
+        let index = |ending: &str| {
+            let map = format!(r#"{{"weight_map":{{"a":"2.{ending}","b":"1.{ending}","c":"2.{ending}"}}}}"#);
+            let prefix = if ending == "bin" { "pytorch_" } else { "" };
+            write(&format!("{prefix}model.{ending}.index.json"), &map)
+        };
+        assert!(files.weights().unwrap_err().to_string().contains("model.safetensors: "));
+        for ending in ["bin", "safetensors"] {
+            index(ending);
+            assert!(files.weights().unwrap_err().to_string().contains(&format!("1.{ending}: ")));
+            let shards = ["1", "2"].map(|name| write(&format!("{name}.{ending}"), ""));
+            assert_eq!(files.weights().unwrap(), shards);
+            let prefix = if ending == "bin" { "pytorch_" } else { "" };
+            let whole = write(&format!("{prefix}model.{ending}"), "");
+            assert_eq!(files.weights().unwrap(), [whole]);
+        }
+        let index = index("bin");
         for bad in [r#"{"weight_map":{"a":"../x"}}"#, r#"{"weight_map":{}}"#, "{}"] {
-            write(INDEX, bad);
-            assert!(shards(&folder.path().join(INDEX)).is_err(), "{bad}");
+            std::fs::write(&index, bad).unwrap();
+            assert!(shards(&index).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_digest_covers_the_weights_that_are_loaded() {
+        let folder = tempfile::tempdir().unwrap();
+        let digest = || {
+            let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+            files.weights().unwrap();
+            files.digest().unwrap()
+        };
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write("pytorch_model.bin", "one");
+        let first = digest();
+        write("pytorch_model.bin", "two");
+        let second = digest();
+        assert_ne!(first, second);
+        write("model.safetensors", "two");
+        let third = digest();
+        assert_ne!(second, third);
+        write("pytorch_model.bin", "one");
+        assert_eq!(digest(), third);
+    }
+
+    #[test]
+    fn the_parts_of_a_pipeline_may_be_files_of_pytorch() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        let names =
+            ["text_encoder/pytorch_model", "unet/diffusion_pytorch_model", "vae/diffusion_pytorch_model"];
+        for (stem, name) in PIPELINE_WEIGHTS.iter().zip(names) {
+            let path = folder.path().join(format!("{name}.bin"));
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(&path, "").unwrap();
+            assert_eq!(files.weights_of(stem).unwrap(), [path]);
         }
     }
 

@@ -1,7 +1,9 @@
-//! The tensors of a model's safetensors files, by name. Decides which prefix the files use. A tensor that is missing,
-//! or whose shape differs from `config.json`, is an error that names it. Owns the mappings of the files, whose pages
-//! are in the system's page cache, once for all workers of a host. A tensor is created on request.
+//! The tensors of a model's files, by name: safetensors, or `.bin` as PyTorch writes them. Decides which prefix the
+//! files use. A tensor that is missing, or whose shape differs from `config.json`, is an error that names it. Owns the
+//! mappings of the files, whose pages are in the system's page cache, once for all workers of a host. A tensor is
+//! created on request.
 
+use std::collections::BTreeMap;
 #[cfg(feature = "candle-transformers")]
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,9 +15,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use memmap2::Mmap;
 use safetensors::SafeTensors;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::TensorInfo;
 
-use super::finite;
+use super::{finite, torch};
 use crate::model::LoadError;
 use crate::model::ops::{Matrix, NumberFormat};
 
@@ -44,7 +46,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads safetensors files, for tensors on `device` in this precision. In files that were saved from a model with a
+    /// Reads files of weights, for tensors on `device` in this precision. In files that were saved from a model with a
     /// head, names begin with `{base}.`. Such a file is recognised by the tensor `{base}.{marker}`.
     ///
     /// # Errors
@@ -59,7 +61,7 @@ impl Weights {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
         let marker = format!("{prefix}{marker}");
-        let has_prefix = shards.iter().any(|shard| shard.metadata.info(&marker).is_some());
+        let has_prefix = shards.iter().any(|shard| shard.tensors.contains_key(&marker));
         let prefix = if has_prefix { prefix } else { String::new() };
         Ok(Self { shards, prefix, device: device.clone(), dtype, matrix_format })
     }
@@ -132,9 +134,9 @@ impl Weights {
     pub fn all(&self) -> Result<HashMap<String, Tensor>, LoadError> {
         let mut all = HashMap::new();
         for shard in &self.shards {
-            for (name, info) in shard.metadata.tensors() {
-                let tensor = self.checked(&name, self.tensor(shard, info))?;
-                all.insert(name, tensor);
+            for (name, info) in &shard.tensors {
+                let tensor = self.checked(name, self.tensor(shard, info))?;
+                all.insert(name.clone(), tensor);
             }
         }
         Ok(all)
@@ -186,7 +188,7 @@ impl Weights {
         let old_name =
             name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
         let found = self.shards.iter().find_map(|shard| {
-            let info = shard.metadata.info(&name).or_else(|| shard.metadata.info(&old_name));
+            let info = shard.tensors.get(&name).or_else(|| shard.tensors.get(&old_name));
             Some((shard, info?))
         });
         let (shard, info) = found.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
@@ -236,10 +238,11 @@ impl Weights {
     }
 }
 
-/// Reads the headers of safetensors files, without their tensors.
+/// Reads the headers of files of weights, without their tensors.
 ///
 /// # Errors
-/// [`LoadError::File`] if a file is not as long as its header says, or its header is invalid.
+/// [`LoadError::File`] if a file is not as long as its header says, its header is invalid, or something in it is
+/// refused.
 pub fn check(paths: &[PathBuf]) -> Result<(), LoadError> {
     paths.iter().try_for_each(|path| Shard::read(path).map(drop))
 }
@@ -251,18 +254,19 @@ pub fn check(paths: &[PathBuf]) -> Result<(), LoadError> {
 pub(super) fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
     for path in paths {
         let shard = Shard::read(path)?;
-        let mut tensors: Vec<_> = shard.metadata.tensors().into_iter().collect();
+        let mut tensors: Vec<_> = shard.tensors.iter().collect();
         tensors.sort_by_key(|(_, info)| info.data_offsets);
         for (name, info) in tensors {
             let bytes = &shard.bytes[shard.byte_range(info)];
             let found = match info.dtype {
                 safetensors::Dtype::F32 => finite::not_finite_f32(bytes),
+                safetensors::Dtype::F64 => finite::not_finite_f64(bytes),
                 safetensors::Dtype::BF16 => finite::not_finite_bf16(bytes),
                 safetensors::Dtype::F16 => finite::not_finite_f16(bytes),
                 _ => None,
             };
             if let Some((position, number)) = found {
-                return Err(shard.fault(finite::problem(&name, position, number)));
+                return Err(shard.fault(finite::problem(name, position, number)));
             }
         }
     }
@@ -272,30 +276,43 @@ pub(super) fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
 struct Shard {
     path: PathBuf,
     bytes: Arc<Mmap>,
-    /// The offset of the tensors' data.
-    data: usize,
-    metadata: Metadata,
+    /// By name. Their offsets count from the beginning of the file, and lie within it.
+    tensors: BTreeMap<String, TensorInfo>,
 }
 
 impl Shard {
     fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let bytes = map_file(path).map_err(|error| fault(error.to_string()))?;
-        let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| {
-            fault(format!("not a whole safetensors file ({} bytes): {error}", bytes.len()))
-        })?;
-        let data = size_of::<u64>() + header;
-        Ok(Self { path: path.to_owned(), bytes: Arc::new(bytes), data, metadata })
+        let (problem, tensors) = if path.extension().is_some_and(|extension| extension == "bin") {
+            ("not readable as weights of PyTorch", torch::tensors(&bytes))
+        } else {
+            ("not a whole safetensors file", safetensors(&bytes))
+        };
+        let tensors =
+            tensors.map_err(|error| fault(format!("{problem} ({} bytes): {error}", bytes.len())))?;
+        Ok(Self { path: path.to_owned(), bytes: Arc::new(bytes), tensors })
     }
 
     fn byte_range(&self, info: &TensorInfo) -> Range<usize> {
         let (start, end) = info.data_offsets;
-        self.data + start..self.data + end
+        start..end
     }
 
     fn fault(&self, reason: String) -> LoadError {
         LoadError::File { path: self.path.clone(), reason }
     }
+}
+
+/// The tensors of a safetensors file, with their offsets from the beginning of the file.
+fn safetensors(file: &[u8]) -> Result<BTreeMap<String, TensorInfo>, String> {
+    let (header, metadata) = SafeTensors::read_metadata(file).map_err(|error| error.to_string())?;
+    let data = size_of::<u64>() + header;
+    let in_file = |(name, info): (String, &TensorInfo)| {
+        let (start, end) = info.data_offsets;
+        (name, TensorInfo { data_offsets: (data + start, data + end), ..info.clone() })
+    };
+    Ok(metadata.tensors().into_iter().map(in_file).collect())
 }
 
 #[expect(unsafe_code, reason = "a mapped file can change while it is read, so there is no safe interface")]
@@ -340,5 +357,109 @@ impl Table {
             }
             Self::Tensor(table) => table.index_select(&Tensor::from_vec(indices, count, device)?, 0),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fixture(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    }
+
+    fn read(files: &[&str]) -> Result<Weights, LoadError> {
+        let paths: Vec<PathBuf> = files.iter().map(|name| fixture(name)).collect();
+        Weights::read(&paths, "bert", "embeddings.word_embeddings.weight", &Device::Cpu, Precision::F32)
+    }
+
+    #[test]
+    fn files_of_pytorch_whole_or_in_shards_have_the_numbers_of_the_safetensors_file() {
+        let expected = read(&["tiny-bert-cls/model.safetensors"]).unwrap();
+        let shards = ["1", "2"].map(|n| format!("torch/shards/pytorch_model-0000{n}-of-00002.bin"));
+        let of_pytorch = [
+            (read(&["torch/pytorch_model.bin"]).unwrap(), "bert.", ""),
+            (read(&shards.each_ref().map(|name| &**name)).unwrap(), "", "bert."),
+        ];
+        for (weights, prefix, dropped) in &of_pytorch {
+            assert_eq!(weights.prefix(), *prefix);
+            let mut compared = 0;
+            for (name, info) in &expected.shards[0].tensors {
+                // The shards have no head.
+                let Some(name_here) = name.strip_prefix(dropped) else { continue };
+                let bits = |weights: &Weights, name: &str| -> Vec<u32> {
+                    let numbers = weights.values(name, &info.shape).unwrap();
+                    numbers.into_iter().map(f32::to_bits).collect()
+                };
+                assert_eq!(bits(weights, name_here), bits(&expected, name), "{name}");
+                compared += 1;
+            }
+            assert!(compared >= 37, "{compared}");
+            let shape = [300, 32];
+            let table = weights.table("embeddings.word_embeddings.weight", shape).unwrap();
+            assert!(matches!(table, Table::Mapped { .. }));
+            let rows = |table: &Table| -> Vec<Vec<f32>> {
+                table.select(vec![7, 299], &Device::Cpu).unwrap().to_vec2().unwrap()
+            };
+            let theirs = expected.table("embeddings.word_embeddings.weight", shape).unwrap();
+            assert_eq!(rows(&table), rows(&theirs));
+        }
+        // A buffer of whole numbers, and the second name of a matrix.
+        let whole = &of_pytorch[0].0;
+        let positions: Vec<f32> = (0..64_u8).map(f32::from).collect();
+        assert_eq!(whole.values("bert.embeddings.position_ids", &[1, 64]).unwrap(), positions);
+        let names = ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"];
+        let [first, second] = names.map(|name| whole.shards[0].tensors[name].data_offsets);
+        assert_eq!(first, second);
+    }
+
+    #[test]
+    fn every_type_that_pytorch_saves_is_read() {
+        let weights = read(&["torch/types.bin"]).unwrap();
+        let numbers = [1.5, -2.0, 0.0, 1024.0, -0.25, 3.0];
+        for name in ["f32", "f16", "bf16", "f64"] {
+            assert_eq!(weights.values(name, &[6]).unwrap(), numbers, "{name}");
+        }
+        for name in ["i64", "i32", "i16", "u8"] {
+            assert_eq!(weights.values(name, &[6]).unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "{name}");
+        }
+        assert_eq!(weights.values("matrix", &[2, 3]).unwrap(), numbers);
+        assert_eq!(weights.values("part", &[3]).unwrap(), numbers[2..5]);
+        assert_eq!(weights.values("scalar", &[]).unwrap(), [7.0]);
+        assert!(weights.values("empty", &[0, 4]).unwrap().is_empty());
+        // They fail nothing unless they are asked for.
+        assert!(
+            weights.shards[0].tensors.contains_key("i8") && weights.shards[0].tensors.contains_key("bool")
+        );
+        let error = weights.values("matrix", &[3, 2]).unwrap_err().to_string();
+        assert!(error.contains("types.bin: tensor matrix has the shape [2, 3]"), "{error}");
+    }
+
+    #[test]
+    fn files_that_pytorch_writes_and_that_are_not_read_are_refused_by_name() {
+        for (file, words) in [
+            ("command.bin", "posix.system is refused"),
+            ("older.bin", "before version 1.6"),
+            ("transposed.bin", "tensor a.weight: its numbers are not in the order of its shape [3, 2]"),
+            ("f8.bin", "torch._utils._rebuild_tensor_v3 is refused"),
+        ] {
+            let path = format!("torch/{file}");
+            let error = read(&[&path]).err().unwrap().to_string();
+            let checked = check(&[fixture(&path)]).unwrap_err().to_string();
+            assert!(error.contains(file) && error.contains(words) && error == checked, "{error}");
+        }
+    }
+
+    #[test]
+    fn a_number_of_a_pytorch_file_that_is_not_finite_is_found() {
+        let mut bytes = std::fs::read(fixture("torch/types.bin")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pytorch_model.bin");
+        let offsets = torch::tensors(&bytes).unwrap()["f16"].data_offsets;
+        bytes[offsets.0 + 2..offsets.0 + 4].copy_from_slice(&0x7c00_u16.to_le_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        check(std::slice::from_ref(&path)).unwrap();
+        let error = check_finite(&[path]).unwrap_err().to_string();
+        assert!(error.contains("tensor f16 is not finite: its number 1 is inf"), "{error}");
     }
 }
