@@ -105,6 +105,13 @@ fn modules_decide_before_architectures_and_a_task_before_both() {
     assert_eq!(assumed(one, Some(POOLED), Some("rerank")), Ok(("rerank", Vec::new())));
     let alone = r#"[{"type":"sentence_transformers.models.Transformer"}]"#;
     assert_eq!(assumed(one, Some(alone), None), Ok(("rerank", Vec::new())), "a cross-encoder");
+    let splade = r#"[{"type":"sentence_transformers.sparse_encoder.models.MLMTransformer"},
+        {"type":"sentence_transformers.sparse_encoder.models.SpladePooling","path":"1_SpladePooling"}]"#;
+    assert_eq!(assumed(&masked, Some(splade), None), Ok(("embed_sparse", Vec::new())));
+    let (family, assumptions) = assumed(&masked, None, Some("embed_sparse")).unwrap();
+    assert!(family == "embed_sparse" && assumptions[0].contains("the largest log(1 + max(logit, 0))"));
+    let error = assumed(&config("bert", "BertModel"), Some(splade), None).unwrap_err();
+    assert!(error.contains("\"embed_sparse\""), "{error}");
     let embedder = config("qwen3", "Qwen3ForCausalLM");
     let error = assumed(&embedder, Some(POOLED), None).unwrap_err();
     assert!(error.contains("for embeddings") && error.contains("pool.task may be generate"), "{error}");
