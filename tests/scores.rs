@@ -262,7 +262,8 @@ fn labels_of_the_request_are_refused_where_they_do_not_fit() {
         refusal(&model, &json!({"input": ["a", long], "labels": ["x"], "truncate": false}));
     assert_eq!(param, "input[1]");
     assert!(message.contains("at most 64 tokens"), "{message}");
-    let (_, param, message) = refusal(&model, &json!({"input": "a", "labels": ["x", long]}));
+    let label = "the tide ".repeat(90);
+    let (_, param, message) = refusal(&model, &json!({"input": "a", "labels": ["x", label]}));
     assert_eq!(param, "labels[1]");
     assert!(message.contains("leaves no room for a text"), "{message}");
     // Pairs count, and are made on demand.

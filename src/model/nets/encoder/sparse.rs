@@ -222,10 +222,9 @@ impl MaskedHead {
         } else {
             format!("{}{}", weights.prefix(), family.token_embeddings())
         };
-        // Some files have the same bias by another name.
-        let other_bias = format!("{}.bias", names.decoder);
-        let bias = if weights.has(names.bias) { names.bias } else { &other_bias };
-        let bias = weights.values(bias, &[vocabulary])?;
+        // Only the decoder's own bias is used. Most files have it by another name, since it is the same.
+        let own = format!("{}.bias", names.decoder);
+        let bias = weights.values(if weights.has(&own) { &own } else { names.bias }, &[vocabulary])?;
         let matrix = weights.values(&matrix, &[vocabulary, hidden])?;
         let blocks = matrix.chunks(TILE_COLUMNS * hidden).zip(bias.chunks(TILE_COLUMNS));
         let block = |(columns, bias): (&[f32], &[f32])| VocabularyBlock {
