@@ -2,7 +2,7 @@
 """Makes tests/fixtures: what sentence-transformers answers, for sconce to be held against.
 
 Run with: python scripts/make-fixtures.py   (needs sentence-transformers; made with 6.2.0,
-transformers 5.23.0). With names after it, of those in LATER (mpnet, nomic, modernbert, prompts), it
+transformers 5.23.0). With names after it, of those in LATER (mpnet, nomic, modernbert, prompts, electra, t5, t5-gated), it
 makes these alone.
 
 - minilm/expected.json: texts and vectors of the real all-MiniLM-L6-v2 (models/ must hold it).
@@ -24,9 +24,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Normalize, Pooling, Transformer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
-    BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertForMaskedLM, ModernBertConfig,
-    ModernBertModel, MPNetConfig, MPNetModel, NomicBertConfig, NomicBertModel, PreTrainedTokenizerFast,
-    RobertaConfig, RobertaModel, XLMRobertaConfig, XLMRobertaForMaskedLM,
+    BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig, ElectraModel,
+    ModernBertConfig, ModernBertModel, MPNetConfig, MPNetModel, NomicBertConfig, NomicBertModel,
+    PreTrainedTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5EncoderModel, XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -140,6 +141,21 @@ def unigram(vocab):
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", cls_token="<s>", sep_token="</s>",
         unk_token="<unk>", pad_token="<pad>", mask_token="<mask>")
+
+
+def t5_pieces(vocab):
+    """T5's pieces: an end token after each text, and none before it."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator(corpus(), trainers.UnigramTrainer(
+        vocab_size=vocab, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", model_max_length=160,
+        model_input_names=["input_ids", "attention_mask"])
 
 
 def mpnet_pieces(vocab):
@@ -349,7 +365,31 @@ def prompts():
     write_prompted(folder)
 
 
-LATER = {"mpnet": mpnet, "nomic": nomic, "modernbert": modernbert, "prompts": prompts}
+def electra():
+    """With embeddings that are narrower than the layers, as ELECTRA-small has them."""
+    torch.manual_seed(25)
+    tokenizer = wordpiece(300)
+    config = ElectraConfig(**shape(tokenizer, max_position_embeddings=64, embedding_size=16))
+    finish(tiny("electra", ElectraModel(config), tokenizer, "cls", True))
+
+
+def t5(name, seed, feed_forward):
+    """As sentence-t5 without its Dense module. Some texts are longer than the last bucket of distances."""
+    torch.manual_seed(seed)
+    tokenizer = t5_pieces(300)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, n_positions=160,
+        feed_forward_proj=feed_forward, initializer_factor=1.0, pad_token_id=0, eos_token_id=1)
+    network = T5EncoderModel(config)
+    with torch.no_grad():
+        for key, parameter in network.named_parameters():
+            if "relative_attention_bias" in key:
+                parameter.mul_(4)
+    finish(tiny(name, network, tokenizer, "mean", True))
+
+
+LATER = {"mpnet": mpnet, "nomic": nomic, "modernbert": modernbert, "prompts": prompts, "electra": electra,
+         "t5": lambda: t5("t5", 26, "relu"), "t5-gated": lambda: t5("t5-gated", 27, "gated-gelu")}
 
 
 def first():

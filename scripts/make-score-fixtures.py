@@ -3,12 +3,12 @@
 
 Run with: python scripts/make-score-fixtures.py   (needs sentence-transformers; made with 6.2.0,
 transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0). With names after it (bert, xlm-roberta, roberta,
-distilbert, modernbert, nli-bert, nli-roberta), it makes these alone.
+distilbert, modernbert, electra, nli-bert, nli-roberta), it makes these alone.
 
 Each is a small model with seeded random weights, as a checkpoint of its kind is saved, with its
 expected.json beside it:
 
-- one label (bert, xlm-roberta, modernbert), as CrossEncoder.save_pretrained writes it: "pairs", their
+- one label (bert, xlm-roberta, modernbert, electra), as CrossEncoder.save_pretrained writes it: "pairs", their
   "logits", and "scores", which are CrossEncoder.predict's with the activation of the model (the sigmoid).
 - more (roberta, distilbert), as transformers saves it: "texts", their "logits", and "probs" by the
   config's problem_type (softmax for single_label_classification, sigmoid for multi_label_classification);
@@ -32,8 +32,9 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import (
     AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
-    DistilBertConfig, DistilBertForSequenceClassification, ModernBertForSequenceClassification, RobertaConfig,
-    RobertaForSequenceClassification, XLMRobertaConfig, XLMRobertaForSequenceClassification, pipeline,
+    DistilBertConfig, DistilBertForSequenceClassification, ElectraConfig, ElectraForSequenceClassification,
+    ModernBertForSequenceClassification, RobertaConfig, RobertaForSequenceClassification, XLMRobertaConfig,
+    XLMRobertaForSequenceClassification, pipeline,
 )
 
 sys.dont_write_bytecode = True
@@ -186,6 +187,13 @@ def modernbert():
     reranker("modernbert", ModernBertForSequenceClassification(config), tokenizer)
 
 
+def electra():
+    tokenizer = shared.wordpiece(300)
+    config = ElectraConfig(**shared.shape(
+        tokenizer, max_position_embeddings=64, embedding_size=16, type_vocab_size=2, num_labels=1))
+    reranker("electra", ElectraForSequenceClassification(config), tokenizer, "ElectraTokenizer")
+
+
 def inference(name, network, tokenizer, kind=None):
     folder = save(name, network, tokenizer, kind)
     classify = pipeline("zero-shot-classification", model=str(folder), device="cpu")
@@ -224,7 +232,7 @@ def nli_roberta():
 
 
 MADE = {"bert": bert, "xlm-roberta": xlm_roberta, "roberta": roberta, "distilbert": distilbert,
-        "modernbert": modernbert, "nli-bert": nli_bert, "nli-roberta": nli_roberta}
+        "modernbert": modernbert, "electra": electra, "nli-bert": nli_bert, "nli-roberta": nli_roberta}
 
 
 def main():

@@ -121,6 +121,9 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
         "tiny-mpnet",
         "tiny-nomic",
         "tiny-modernbert",
+        "tiny-electra",
+        "tiny-t5",
+        "tiny-t5-gated",
         "tiny-prompts",
     ] {
         assert_equals_fixture(&mut load(&fixture(name)), name);

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 const TOLERANCE: f64 = 1e-5;
 /// Models with one label.
-const SCORERS: [&str; 3] = ["score-bert", "score-xlm-roberta", "score-modernbert"];
+const SCORERS: [&str; 4] = ["score-bert", "score-xlm-roberta", "score-modernbert", "score-electra"];
 /// Models of natural language inference.
 const INFERENCE: [&str; 2] = ["score-nli-bert", "score-nli-roberta"];
 /// Models with several.

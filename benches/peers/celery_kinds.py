@@ -54,6 +54,20 @@ def load(**_):
             return base64.b64encode(file.getvalue()).decode()
 
         _compute = sound
+    elif os.environ["KIND"] == "encoder-token-labels":
+        import torch
+        from transformers import pipeline
+
+        torch.set_num_threads(1)
+        label = pipeline("token-classification", os.environ["MODEL"], aggregation_strategy="simple", device="cpu")
+        _compute = lambda body: [{**it, "score": float(it["score"])} for it in label(body["input"])]  # noqa: E731
+    elif os.environ["KIND"].startswith("encoder-"):
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        torch.set_num_threads(1)
+        encoder = SentenceTransformer(os.environ["MODEL"], device="cpu")
+        _compute = lambda body: encoder.encode([body["input"]], show_progress_bar=False)[0].tolist()  # noqa: E731
     elif os.environ["KIND"].startswith("clip"):
         from .clip_client import embedder
 

@@ -156,7 +156,7 @@ fn find_family(
         families_of_files().filter(|(_, rules)| rules.serves(model)).collect();
     let architecture = &model.architecture;
     if serving.is_empty() {
-        return Err(refused(unserved(architecture, model.format)));
+        return Err(refused(unserved(model)));
     }
     // The files of sentence-transformers may name a kind that is not served for this architecture.
     let all: Vec<(&Family, &FileRules)> = families_of_files().collect();
@@ -187,7 +187,8 @@ fn find_family(
 }
 
 /// Why no family serves a model.
-fn unserved(architecture: &str, format: Format) -> String {
+fn unserved(model: &Description) -> String {
+    let (architecture, format) = (&*model.architecture, model.format);
     // Families with the same architectures are named together.
     let known = |format| {
         let mut known: Vec<(Vec<&str>, &[&str])> = Vec::new();
@@ -203,8 +204,12 @@ fn unserved(architecture: &str, format: Format) -> String {
         kinds.collect::<Vec<_>>().join("; ")
     };
     let name = if architecture.is_empty() { "(none)" } else { architecture };
+    // Some architectures are served with the weights of some classes only.
+    let is_known = families_of_files().any(|(_, rules)| rules.architectures(format).contains(&architecture));
+    let class = model.classes().next().filter(|_| is_known);
+    let class = class.map(|class| format!(" with the weights of {class}")).unwrap_or_default();
     let served = match format {
-        Format::Config => format!("the architecture {name:?}; served are {}", known(Format::Config)),
+        Format::Config => format!("the architecture {name:?}{class}; served are {}", known(Format::Config)),
         Format::Gguf => format!("the architecture {name:?} in GGUF; served are {}", known(Format::Gguf)),
         Format::Pipeline => format!(
             "the pipeline {name:?} of model_index.json; served are pipelines {}, and networks {}",

@@ -12,6 +12,8 @@ pub struct Norm {
     pub rows: Vec<f32>,
     /// Added to the variance.
     pub eps: f32,
+    /// Whether the mean of a row is subtracted (LayerNorm). Otherwise it counts as 0 (RMSNorm).
+    pub is_centred: bool,
 }
 
 impl Norm {
@@ -30,7 +32,7 @@ impl Norm {
 
     /// As [`add`](Self::add), but on this thread alone.
     fn add_single_threaded(&self, rows: &mut [f32], residual: &[f32]) {
-        dispatch(AddNorm { rows, residual, params: &self.rows, eps: self.eps });
+        dispatch(AddNorm { rows, residual, norm: self });
     }
 }
 
@@ -63,8 +65,7 @@ impl Epilogue<'_> {
 struct AddNorm<'a> {
     rows: &'a mut [f32],
     residual: &'a [f32],
-    params: &'a [f32],
-    eps: f32,
+    norm: &'a Norm,
 }
 
 impl WithSimd for AddNorm<'_> {
@@ -72,15 +73,15 @@ impl WithSimd for AddNorm<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let width = self.params.len() / 3;
-        let (bias, norm) = self.params.split_at(width);
+        let width = self.norm.width();
+        let (bias, norm) = self.norm.rows.split_at(width);
         let (weight, shift) = norm.split_at(width);
         let rows = self.rows.chunks_exact_mut(width);
         for (row, residual) in rows.zip(self.residual.chunks_exact(width)) {
             let sum = add(simd, row, residual, bias);
-            let mean = sum / width as f32;
+            let mean = if self.norm.is_centred { sum / width as f32 } else { 0.0 };
             let variance = squared_deviations(simd, row, mean) / width as f32;
-            let scale = 1.0 / (variance + self.eps).sqrt();
+            let scale = 1.0 / (variance + self.norm.eps).sqrt();
             affine(simd, row, mean, scale, weight, shift);
         }
     }
@@ -213,7 +214,7 @@ mod tests {
         on_every_cpu(|| {
             for width in [1, 7, 32, 384, 401] {
                 let (mut x, residual) = (noise(&[67, width], 3.0, 1), noise(&[67, width], 2.0, 2));
-                let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5 };
+                let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5, is_centred: true };
                 let expected = added_and_normed(&x, &residual, &norm);
                 norm.add(&mut x, &residual);
                 assert!(difference(&x, &expected) < 2e-6, "width {width}");
@@ -246,7 +247,7 @@ mod tests {
         on_every_cpu(|| {
             for width in [1, 7, 32, 384, 401] {
                 let rows = noise(&[5, width], 3.0, 1);
-                let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5 };
+                let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5, is_centred: true };
                 let (bias, affine) = norm.rows.split_at(width);
                 let minus_bias: Vec<f32> =
                     rows.iter().enumerate().map(|(index, _)| -bias[index % width]).collect();

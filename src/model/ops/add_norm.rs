@@ -23,8 +23,20 @@ impl NormParams {
     pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
         // Half precision has too few digits for a variance.
         let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
-        let host = Norm { rows: rows.flatten_all()?.to_vec1()?, eps };
+        let host = Norm { rows: rows.flatten_all()?.to_vec1()?, eps, is_centred: true };
         Ok(Self { rows, host })
+    }
+
+    /// The parameters of an RMSNorm, which divides by the root mean square and subtracts no mean: a weight `[width]`, and
+    /// no bias before or after it.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn rms(weight: &Tensor, eps: f32) -> Result<Self> {
+        let zeros = weight.zeros_like()?;
+        let mut params = Self::new(&zeros, weight, &zeros, eps)?;
+        params.host.is_centred = false;
+        Ok(params)
     }
 
     /// The constants on the host.
@@ -111,7 +123,10 @@ impl Epilogue {
 /// Shapes or types do not match: a bug of the caller.
 pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if x.device().is_cuda() && super::gpu::cuda::add_norm(&x, residual, params.constants())? {
+    if x.device().is_cuda()
+        && params.host.is_centred
+        && super::gpu::cuda::add_norm(&x, residual, params.constants())?
+    {
         return Ok(x);
     }
     if !x.device().is_cpu() || x.dtype() != DType::F32 {
@@ -137,7 +152,7 @@ pub fn add(x: Tensor, other: &Tensor) -> Result<Tensor> {
 fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
     let (dtype, rows) = (x.dtype(), &params.rows);
     let x = (x.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.broadcast_add(&rows.get(0)?)?;
-    let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let x = if params.host.is_centred { x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x };
     let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
     let x = x.broadcast_div(&(variance + f64::from(params.host.eps))?.sqrt()?)?;
     x.broadcast_mul(&rows.get(1)?)?.broadcast_add(&rows.get(2)?)?.to_dtype(dtype)
@@ -199,10 +214,12 @@ mod tests {
         for width in [1, 7, 32, 384, 401] {
             let x = noise(&[67, width], 3.0, 1).unwrap();
             let residual = noise(&[67, width], 2.0, 2).unwrap();
-            let params = norm_params(width, 3).unwrap();
-            let expected = composed(&x, &residual, &params).unwrap();
-            let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
-            assert!(difference(&ours, &expected).unwrap() < 2e-6, "width {width}");
+            let rms = NormParams::rms(&noise(&[width], 1.0, 4).unwrap(), 1e-6).unwrap();
+            for params in [norm_params(width, 3).unwrap(), rms] {
+                let expected = composed(&x, &residual, &params).unwrap();
+                let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
+                assert!(difference(&ours, &expected).unwrap() < 2e-6, "width {width}");
+            }
         }
     }
     #[test]

@@ -38,7 +38,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         libraries: &["SentenceTransformer"],
         modules: &[POOLING],
-        accepts: |_| true,
+        accepts: |model| model.architecture != "t5" || is_encoder_of_t5(model),
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
         fewer_routes: None,
         assumptions,
@@ -55,6 +55,11 @@ pub static FAMILY: Family = Family {
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "tiny-bert-cls", options: &[] },
 };
+
+/// Whether a model of T5's architecture is its encoder, and not the encoder and decoder that generate text.
+fn is_encoder_of_t5(model: &Description) -> bool {
+    model.has_pooling() || model.classes().next() == Some("T5EncoderModel")
+}
 
 /// Pooling is assumed without `modules.json`, and a head that is not used is named.
 fn assumptions(model: &Description) -> Vec<String> {

@@ -152,6 +152,10 @@ const HEAD_SUFFIX: &str = "ForSequenceClassification";
 /// The number of a model's labels; none if it has no classification head.
 pub(super) fn label_count(model: &Description) -> Option<u64> {
     let field = |name: &str| model.fields.get(name);
+    // The heads of T5 also need its decoder.
+    if model.architecture == "t5" {
+        return None;
+    }
     let mut classes = field("architectures").and_then(Value::as_array).into_iter().flatten();
     if !classes.any(|class| class.as_str().is_some_and(|class| class.ends_with(HEAD_SUFFIX))) {
         return None;

@@ -426,7 +426,7 @@ mod tests {
     fn a_text_gets_the_same_bits_alone_and_in_a_batch_on_every_cpu() {
         on_every_cpu(|| {
             let attention = TestWeights::new(4, 8, 0.5).packed();
-            let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5 };
+            let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5, is_centred: true };
             for (before, length) in [(11, 19), (LONG, LONG + 5)] {
                 let x = noise(&[before + length, 32], 1.0, 1);
                 let (mut together, mut alone) = (x.clone(), x[before * 32..].to_vec());

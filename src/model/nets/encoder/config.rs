@@ -24,11 +24,16 @@ pub enum Family {
     Nomic,
     /// `modernbert`: as Nomic, but norms come before their sublayers, and most layers attend only to near tokens.
     ModernBert,
+    /// `electra`: as BERT. The embeddings may be narrower than the layers.
+    Electra,
+    /// `t5`: the encoder of T5. Norms without means come before their sublayers; a relative attention bias and no biases
+    /// of linear layers.
+    T5,
 }
 
 impl Family {
     /// The architectures by `model_type`.
-    pub const ALL: [(&'static str, Self); 8] = [
+    pub const ALL: [(&'static str, Self); 10] = [
         ("bert", Self::Bert),
         ("roberta", Self::Roberta),
         ("xlm-roberta", Self::Roberta),
@@ -37,9 +42,11 @@ impl Family {
         ("mpnet", Self::MpNet),
         ("nomic_bert", Self::Nomic),
         ("modernbert", Self::ModernBert),
+        ("electra", Self::Electra),
+        ("t5", Self::T5),
     ];
     /// The names of the architectures.
-    pub const NAMES: [&'static str; 8] = names(&Self::ALL);
+    pub const NAMES: [&'static str; 10] = names(&Self::ALL);
 
     /// The prefix of tensor names if the file was saved from a model with a head.
     pub fn base(self) -> &'static str {
@@ -49,6 +56,9 @@ impl Family {
             Self::DistilBert => "distilbert",
             Self::MpNet => "mpnet",
             Self::Nomic | Self::ModernBert => "model",
+            Self::Electra => "electra",
+            // The published files have no prefix.
+            Self::T5 => "transformer",
         }
     }
 
@@ -56,13 +66,14 @@ impl Family {
     pub fn token_embeddings(self) -> &'static str {
         match self {
             Self::ModernBert => "embeddings.tok_embeddings.weight",
+            Self::T5 => "shared.weight",
             _ => "embeddings.word_embeddings.weight",
         }
     }
 
     /// Whether there are position embeddings.
     pub fn has_positions(self) -> bool {
-        !matches!(self, Self::Nomic | Self::ModernBert)
+        !matches!(self, Self::Nomic | Self::ModernBert | Self::T5)
     }
 }
 
@@ -79,6 +90,8 @@ pub struct NetworkConfig {
     pub family: Family,
     /// Width of a token's vector.
     pub hidden: usize,
+    /// The width of the embeddings, if a linear layer projects them to the width of a token's vector.
+    pub embedding: Option<usize>,
     /// Blocks of attention and feed-forward.
     pub layers: usize,
     /// Heads in a block.
@@ -97,6 +110,8 @@ pub struct NetworkConfig {
     pub eps: f32,
     /// The activation of a feed-forward sublayer.
     pub activation: Activation,
+    /// Whether a feed-forward sublayer has a gate.
+    pub is_gated: bool,
     /// The positional terms of each layer.
     pub position_terms: Vec<LayerPositionTerms>,
     /// Whether a head for labels takes the mean of the tokens' vectors instead of the first.
@@ -179,7 +194,11 @@ impl NetworkConfig {
             return Err(raw.fault(format!("it has {layers} layers; at most {MAX_LAYERS} are read")));
         }
         // Nomic's config uses GPT-2's names, and gives other meanings to the usual names.
-        let config = if family == Family::Nomic { nomic(&raw) } else { usual(&raw, family) }?;
+        let config = match family {
+            Family::Nomic => nomic(&raw),
+            Family::T5 => t5(&raw),
+            _ => usual(&raw, family),
+        }?;
         config.check().map_err(|reason| raw.fault(reason))?;
         Ok(config)
     }
@@ -193,6 +212,7 @@ impl NetworkConfig {
         let Self { hidden, heads, positions, .. } = *self;
         for (name, size, max) in [
             ("the width", hidden, MAX_WIDTH),
+            ("embedding_size", self.embedding.unwrap_or(hidden), MAX_WIDTH),
             ("the width of the feed-forward sublayer", self.inner, MAX_WIDTH),
             ("max_position_embeddings", positions, MAX_POSITIONS),
         ] {
@@ -223,7 +243,7 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         _ => None,
     };
     let token_types = match family {
-        Family::Bert | Family::Roberta => raw.optional(&["type_vocab_size"])?.unwrap_or(0),
+        Family::Bert | Family::Roberta | Family::Electra => raw.optional(&["type_vocab_size"])?.unwrap_or(0),
         _ => 0,
     };
     let activation: Option<String> = raw.optional(&["hidden_act", "activation", "hidden_activation"])?;
@@ -238,9 +258,16 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         (raw.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerPositionTerms::default(); layers])
     };
     let pooling: Option<String> = raw.optional(&["classifier_pooling"])?;
+    let hidden = raw.required(&["hidden_size", "dim"])?;
+    // The reference implementation has this default in its code.
+    let embedding = match family {
+        Family::Electra => raw.optional(&["embedding_size"])?.unwrap_or(128),
+        _ => hidden,
+    };
     Ok(NetworkConfig {
         family,
-        hidden: raw.required(&["hidden_size", "dim"])?,
+        hidden,
+        embedding: Some(embedding).filter(|width| *width != hidden),
         layers,
         heads: raw.required(&["num_attention_heads", "n_heads"])?,
         inner: raw.required(&["intermediate_size", "hidden_dim"])?,
@@ -258,6 +285,7 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
                 return Err(raw.refused(format!("hidden_act is {other:?}; {known}")));
             }
         },
+        is_gated: family == Family::ModernBert,
         position_terms,
         head_uses_mean: pooling.as_deref() == Some("mean"),
     })
@@ -305,6 +333,7 @@ fn nomic(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
     Ok(NetworkConfig {
         family: Family::Nomic,
         hidden: raw.required(&["n_embd"])?,
+        embedding: None,
         layers,
         heads: raw.required(&["n_head"])?,
         inner: raw.required(&["n_inner"])?,
@@ -314,7 +343,54 @@ fn nomic(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
         token_types: raw.optional(&["type_vocab_size"])?.unwrap_or(0),
         eps: raw.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-12),
         activation: Activation::Silu,
+        is_gated: true,
         position_terms: vec![LayerPositionTerms { rotary, window: None }; layers],
+        head_uses_mean: false,
+    })
+}
+
+/// The number of buckets of distances, and the first distance of the last bucket, of MPNet and T5.
+pub const DISTANCE_BUCKETS: usize = 32;
+const MAX_DISTANCE: usize = 128;
+
+fn t5(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
+    raw.only("relative_attention_num_buckets", &DISTANCE_BUCKETS.into())?;
+    raw.only("relative_attention_max_distance", &MAX_DISTANCE.into())?;
+    let layers = raw.required(&["num_layers"])?;
+    let hidden: usize = raw.required(&["d_model"])?;
+    let (heads, width): (usize, usize) = (raw.required(&["num_heads"])?, raw.required(&["d_kv"])?);
+    if heads.checked_mul(width) != Some(hidden) {
+        let reason =
+            format!("num_heads × d_kv is {heads} × {width}; only d_model, which is {hidden}, is supported");
+        return Err(raw.refused(reason));
+    }
+    let feed_forward: Option<String> = raw.optional(&["feed_forward_proj"])?;
+    let (is_gated, activation) = match feed_forward.as_deref() {
+        None | Some("relu") => (false, Activation::Relu),
+        // The reference implementation takes the approximation by tanh for this name.
+        Some("gated-gelu") => (true, Activation::GeluTanh),
+        Some("gated-silu") => (true, Activation::Silu),
+        Some(other) => {
+            let known = "relu, gated-gelu and gated-silu are supported";
+            return Err(raw.refused(format!("feed_forward_proj is {other:?}; {known}")));
+        }
+    };
+    Ok(NetworkConfig {
+        family: Family::T5,
+        hidden,
+        embedding: None,
+        layers,
+        heads,
+        inner: raw.required(&["d_ff"])?,
+        vocabulary: raw.required(&["vocab_size"])?,
+        // The network has no limit. T5 was trained with texts of this length.
+        positions: raw.optional(&["n_positions"])?.unwrap_or(512),
+        padding: None,
+        token_types: 0,
+        eps: raw.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-6),
+        activation,
+        is_gated,
+        position_terms: vec![LayerPositionTerms::default(); layers],
         head_uses_mean: false,
     })
 }

@@ -31,14 +31,16 @@ impl Head {
     /// Reads the head of a network, for `labels` labels.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming a tensor that is missing or has another shape.
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape. A head of T5, which also needs T5's
+    /// decoder, is looked for under BERT's names, and is missing.
     pub fn load(weights: &Weights, config: &NetworkConfig, labels: usize) -> Result<Self, LoadError> {
         let hidden = config.hidden;
         let pooler = format!("{}pooler.dense", weights.prefix());
         let (dense, activation, out): (_, fn(f32) -> f32, _) = match config.family {
             // There is no public Nomic model with a head.
-            Family::Bert | Family::Nomic => (pooler.as_str(), f32::tanh, "classifier"),
+            Family::Bert | Family::Nomic | Family::T5 => (pooler.as_str(), f32::tanh, "classifier"),
             Family::Roberta | Family::MpNet => ("classifier.dense", f32::tanh, "classifier.out_proj"),
+            Family::Electra => ("classifier.dense", gelu, "classifier.out_proj"),
             Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
             Family::ModernBert => ("head.dense", gelu, "classifier"),
         };

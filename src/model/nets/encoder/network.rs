@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 
-use super::config::{Family, LayerPositionTerms, NetworkConfig};
+use super::config::{DISTANCE_BUCKETS, Family, LayerPositionTerms, NetworkConfig};
 use crate::model::LoadError;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{Table, Weights};
@@ -17,7 +17,7 @@ use crate::model::ops::gpu::{
 };
 use crate::model::ops::{
     AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms, RelativeBias, Rotary,
-    SelfAttention, add_norm,
+    SelfAttention, TimeConvolution, add_norm,
 };
 
 type Loaded<T> = std::result::Result<T, LoadError>;
@@ -36,7 +36,10 @@ pub struct Encoder {
     counting: Counting,
     /// Rows of `position_embeddings` for one type; 0 if there is only one type.
     positions_of_type: usize,
-    norm: NormParams,
+    /// The norm of the embeddings.
+    norm: Option<NormParams>,
+    /// Projects the embeddings to the width of the layers.
+    projection: Option<TimeConvolution>,
     blocks: Blocks,
     width: usize,
     /// The number of queries in the smallest tile of attention.
@@ -83,9 +86,9 @@ enum InputMatrices {
     Joined(&'static str),
 }
 
-fn names(family: Family) -> Names {
+fn names(family: Family, is_gated: bool) -> Names {
     match family {
-        Family::Bert | Family::Roberta => Names {
+        Family::Bert | Family::Roberta | Family::Electra => Names {
             layer: "encoder.layer",
             qkv: Qkv::Separate(["attention.self.query", "attention.self.key", "attention.self.value"]),
             out: "attention.output.dense",
@@ -130,15 +133,41 @@ fn names(family: Family) -> Names {
             down: "mlp.Wo",
             down_norm: "mlp_norm",
         },
+        Family::T5 => Names {
+            layer: "encoder.block",
+            qkv: Qkv::Separate([
+                "layer.0.SelfAttention.q",
+                "layer.0.SelfAttention.k",
+                "layer.0.SelfAttention.v",
+            ]),
+            out: "layer.0.SelfAttention.o",
+            out_norm: "layer.0.layer_norm",
+            up: match is_gated {
+                true => InputMatrices::Gated(["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1"]),
+                false => InputMatrices::Plain("layer.1.DenseReluDense.wi"),
+            },
+            down: "layer.1.DenseReluDense.wo",
+            down_norm: "layer.1.layer_norm",
+        },
     }
 }
 
-/// The name of the norm of the embeddings.
-fn embeddings_norm(family: Family) -> &'static str {
+/// The name of the norm of the embeddings, if there is one.
+fn embeddings_norm(family: Family) -> Option<&'static str> {
     match family {
-        Family::Nomic => "emb_ln",
-        Family::ModernBert => "embeddings.norm",
-        _ => "embeddings.LayerNorm",
+        Family::Nomic => Some("emb_ln"),
+        Family::ModernBert => Some("embeddings.norm"),
+        Family::T5 => None,
+        _ => Some("embeddings.LayerNorm"),
+    }
+}
+
+/// The name of the norm after the last layer, if norms come before their sublayers.
+fn last_norm(family: Family) -> Option<&'static str> {
+    match family {
+        Family::ModernBert => Some("final_norm"),
+        Family::T5 => Some("encoder.final_layer_norm"),
+        _ => None,
     }
 }
 
@@ -155,7 +184,9 @@ impl Reader<'_> {
     fn linear(&self, name: &str, from: usize, to: usize) -> Loaded<(Tensor, Tensor)> {
         let matrix = self.weights.get(&format!("{name}.weight"), &[to, from])?;
         let bias = match self.config.family {
-            Family::Nomic | Family::ModernBert => self.weights.checked(name, self.zeros_of(to))?,
+            Family::Nomic | Family::ModernBert | Family::T5 => {
+                self.weights.checked(name, self.zeros_of(to))?
+            }
             _ => self.weights.get(&format!("{name}.bias"), &[to])?,
         };
         Ok((matrix, bias))
@@ -167,11 +198,13 @@ impl Reader<'_> {
 
     /// The parameters of a norm, with the bias of the linear layer before it.
     fn norm(&self, name: &str, bias: &Tensor) -> Loaded<NormParams> {
-        let hidden = self.config.hidden;
-        let weight = self.weights.get(&format!("{name}.weight"), &[hidden])?;
+        let width = bias.elem_count();
+        let weight = self.weights.get(&format!("{name}.weight"), &[width])?;
         let shift = match self.config.family {
+            // Its layers have no biases.
+            Family::T5 => return self.weights.checked(name, NormParams::rms(&weight, self.config.eps)),
             Family::ModernBert => self.zeros.clone(),
-            _ => self.weights.get(&format!("{name}.bias"), &[hidden])?,
+            _ => self.weights.get(&format!("{name}.bias"), &[width])?,
         };
         self.weights.checked(name, NormParams::new(bias, &weight, &shift, self.config.eps))
     }
@@ -183,13 +216,19 @@ impl Reader<'_> {
     }
 
     fn layer(&self, index: usize, position_terms: PositionTerms) -> Loaded<Block> {
-        let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
-        let (names, format) = (names(family), self.weights.matrix_format());
+        let NetworkConfig { hidden, inner, heads, activation, family, is_gated, .. } = *self.config;
+        let (names, format) = (names(family, is_gated), self.weights.matrix_format());
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
         let qkv = match names.qkv {
             Qkv::Separate(names) => {
                 let part = |index: usize| self.linear(&named(names[index]), hidden, hidden);
-                [part(0)?, part(1)?, part(2)?]
+                let [mut queries, keys, values] = [part(0)?, part(1)?, part(2)?];
+                if family == Family::T5 {
+                    // Its scores are not divided by the square root of the width of a head.
+                    let factor = ((hidden / heads) as f64).sqrt();
+                    queries.0 = self.weights.checked(names[0], queries.0 * factor)?;
+                }
+                [queries, keys, values]
             }
             Qkv::Joined(name) => {
                 let (matrix, _) = self.linear(&named(name), hidden, 3 * hidden)?;
@@ -218,8 +257,9 @@ impl Reader<'_> {
         let (down, down_bias) = self.linear(&named(names.down), inner, hidden)?;
         let out_norm = || self.norm(&named(names.out_norm), &out_bias);
         let down_norm = self.norm(&named(names.down_norm), &down_bias)?;
-        let (pre_norms, [out_epilogue, down_epilogue]) = if family == Family::ModernBert {
-            let out_norm = if index == 0 { None } else { Some(out_norm()?) };
+        let (pre_norms, [out_epilogue, down_epilogue]) = if last_norm(family).is_some() {
+            let has_norm = index > 0 || family == Family::T5;
+            let out_norm = has_norm.then(out_norm).transpose()?;
             let bias = || self.weights.checked(names.out, Epilogue::bias(&self.zeros));
             (Some(PreNorms { attention: out_norm, feed_forward: down_norm }), [bias()?, bias()?])
         } else {
@@ -241,10 +281,13 @@ impl Reader<'_> {
         let NetworkConfig { heads, hidden, family, .. } = *self.config;
         let longest = self.config.max_tokens();
         let bias = match family {
-            Family::MpNet => {
-                let name = "encoder.relative_attention_bias.weight";
-                let table =
-                    self.weights.values(&format!("{}{name}", self.weights.prefix()), &[BUCKETS, heads])?;
+            Family::MpNet | Family::T5 => {
+                let name = match family {
+                    Family::T5 => "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+                    _ => "encoder.relative_attention_bias.weight",
+                };
+                let name = format!("{}{name}", self.weights.prefix());
+                let table = self.weights.values(&name, &[DISTANCE_BUCKETS, heads])?;
                 let bucket_bias = |head: usize, distance: isize| table[bucket(distance) * heads + head];
                 Some(Arc::new(RelativeBias::new(heads, longest, bucket_bias)))
             }
@@ -268,9 +311,6 @@ impl Reader<'_> {
     }
 }
 
-/// The number of MPNet's buckets of distances.
-const BUCKETS: usize = 32;
-
 /// The bucket of a distance, which is the key's position minus the query's. Distances below 8 have a bucket each,
 /// larger ones share buckets, and all from 91 on share the last. The second half of the buckets is for keys after the
 /// query.
@@ -278,7 +318,7 @@ fn bucket(distance: isize) -> usize {
     /// The first distance of each shared bucket.
     const FIRST: [usize; 8] = [8, 12, 16, 23, 32, 46, 64, 91];
     let size = distance.unsigned_abs();
-    let after = if distance > 0 { BUCKETS / 2 } else { 0 };
+    let after = if distance > 0 { DISTANCE_BUCKETS / 2 } else { 0 };
     after + if size < FIRST[0] { size } else { 7 + FIRST.iter().filter(|first| **first <= size).count() }
 }
 
@@ -289,14 +329,15 @@ impl Encoder {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
         let NetworkConfig { hidden, family, positions: position_count, .. } = *config;
-        let token_embeddings = weights.table(family.token_embeddings(), [config.vocabulary, hidden])?;
+        let width = config.embedding.unwrap_or(hidden);
+        let token_embeddings = weights.table(family.token_embeddings(), [config.vocabulary, width])?;
         let mut position_embeddings = match family.has_positions() {
-            true => weights.get("embeddings.position_embeddings.weight", &[position_count, hidden])?,
-            false => weights.checked("embeddings", weights.zeros(&[1, hidden]))?,
+            true => weights.get("embeddings.position_embeddings.weight", &[position_count, width])?,
+            false => weights.checked("embeddings", weights.zeros(&[1, width]))?,
         };
         if config.token_types > 0 {
             let name = "embeddings.token_type_embeddings.weight";
-            let types = weights.get(name, &[config.token_types, hidden])?;
+            let types = weights.get(name, &[config.token_types, width])?;
             let sums = (0..config.token_types.min(TOKEN_TYPES))
                 .map(|id| position_embeddings.broadcast_add(&types.get(id)?));
             let sums = sums.collect::<Result<Vec<_>>>().and_then(|sums| Tensor::cat(&sums, 0));
@@ -305,7 +346,16 @@ impl Encoder {
         let zeros = weights.checked("embeddings", weights.zeros(&[hidden]))?;
         let reader = Reader { weights, config, zeros };
         let layers = reader.position_terms()?.into_iter().enumerate();
-        let last_norm = (family == Family::ModernBert).then(|| reader.norm("final_norm", &reader.zeros));
+        let last_norm = last_norm(family).map(|name| reader.norm(name, &reader.zeros));
+        let norm = embeddings_norm(family).map(|name| {
+            let zeros = weights.checked(name, weights.zeros(&[width]))?;
+            reader.norm(name, &zeros)
+        });
+        let projection = config.embedding.map(|width| {
+            let name = "embeddings_project";
+            let (matrix, bias) = reader.linear(name, width, hidden)?;
+            weights.checked(name, TimeConvolution::linear(&matrix, &bias, weights.matrix_format()))
+        });
         Ok(Self {
             #[cfg(feature = "cuda")]
             smallest_tile: heads_with_kernel(
@@ -327,7 +377,8 @@ impl Encoder {
             },
             position_embeddings,
             width: hidden,
-            norm: reader.norm(embeddings_norm(family), &reader.zeros)?,
+            norm: norm.transpose()?,
+            projection: projection.transpose()?,
             blocks: Blocks {
                 blocks: layers
                     .map(|(index, position_terms)| reader.layer(index, position_terms))
@@ -357,17 +408,19 @@ impl Encoder {
         let Table::Tensor(token_embeddings) = &self.token_embeddings else {
             candle_core::bail!("the embeddings are not on the GPU")
         };
-        let x = match embed([token_embeddings, &self.position_embeddings], planned, self.norm.constants())? {
-            Some(x) => x,
-            None => {
-                let token_embeddings = token_embeddings.index_select(&planned.ids()?, 0)?;
-                add_norm(
-                    token_embeddings,
-                    &self.position_embeddings.index_select(&planned.positions()?, 0)?,
-                    &self.norm,
-                )?
-            }
+        let tables = [token_embeddings, &self.position_embeddings];
+        let fused = match &self.norm {
+            Some(norm) => embed(tables, planned, norm.constants())?,
+            None => None,
         };
+        let x = match fused {
+            Some(x) => x,
+            None => self.normed(
+                token_embeddings.index_select(&planned.ids()?, 0)?,
+                &self.position_embeddings.index_select(&planned.positions()?, 0)?,
+            )?,
+        };
+        let x = self.projected(x, &planned.lengths)?;
         self.blocks.forward(x, |attention, x| attention.forward_planned(x, planned))
     }
 
@@ -381,9 +434,22 @@ impl Encoder {
         let positions = self.positions(texts);
         let positions = Tensor::from_slice(&positions, positions.len(), device)?;
         let token_embeddings = self.token_embeddings.select(ids(texts), device)?;
-        let x =
-            add_norm(token_embeddings, &self.position_embeddings.index_select(&positions, 0)?, &self.norm)?;
+        let x = self.normed(token_embeddings, &self.position_embeddings.index_select(&positions, 0)?)?;
+        let x = self.projected(x, lengths)?;
         self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
+    }
+
+    /// The normed sums of the embeddings of tokens and positions. Without a norm there are no positions either.
+    fn normed(&self, token_embeddings: Tensor, position_embeddings: &Tensor) -> Result<Tensor> {
+        match &self.norm {
+            Some(norm) => add_norm(token_embeddings, position_embeddings, norm),
+            None => Ok(token_embeddings),
+        }
+    }
+
+    /// The embeddings in the width of the layers.
+    fn projected(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
+        self.projection.as_ref().map_or(Ok(x.clone()), |projection| projection.forward(&x, lengths))
     }
 
     /// The row of each token in `position_embeddings`.
