@@ -114,7 +114,7 @@ fn modules_decide_before_architectures_and_a_task_before_both() {
     assert!(error.contains("\"embed_sparse\""), "{error}");
     let embedder = config("qwen3", "Qwen3ForCausalLM");
     let error = assumed(&embedder, Some(POOLED), None).unwrap_err();
-    assert!(error.contains("for embeddings") && error.contains("pool.task may be generate"), "{error}");
+    assert!(error.contains("the task \"embed\"") && error.contains("pool.task may be generate"), "{error}");
     assert_eq!(assumed(&embedder, Some(POOLED), Some("generate")), Ok(("generate", Vec::new())));
 }
 
