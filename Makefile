@@ -81,6 +81,7 @@ test-without-lint: ## the tests of `make test` alone
 	scripts/fetch-whisper
 	scripts/fetch-recordings
 	scripts/fetch-hibari
+	scripts/fetch-splade
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked --workspace
 	scripts/check-openai target/debug/sconce

@@ -3,7 +3,7 @@
 
 Run with: python scripts/make-score-fixtures.py   (needs sentence-transformers; made with 6.2.0,
 transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0). With names after it (bert, xlm-roberta, roberta,
-distilbert, modernbert, electra), it makes these alone.
+distilbert, modernbert, electra, nli-bert, nli-roberta), it makes these alone.
 
 Each is a small model with seeded random weights, as a checkpoint of its kind is saved, with its
 expected.json beside it:
@@ -13,6 +13,8 @@ expected.json beside it:
 - more (roberta, distilbert), as transformers saves it: "texts", their "logits", and "probs" by the
   config's problem_type (softmax for single_label_classification, sigmoid for multi_label_classification);
   and "pairs" with "pair_logits".
+- models of natural language inference (nli-bert, nli-roberta), as transformers saves them: "cases" of
+  the pipeline for zero-shot classification, each with its arguments, "labels" and "scores".
 
 The weights are of a seed, but tokenizers learns a vocabulary a little differently each time: made anew,
 the fixtures are others, as good as these.
@@ -32,7 +34,7 @@ from transformers import (
     AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
     DistilBertConfig, DistilBertForSequenceClassification, ElectraConfig, ElectraForSequenceClassification,
     ModernBertForSequenceClassification, RobertaConfig, RobertaForSequenceClassification, XLMRobertaConfig,
-    XLMRobertaForSequenceClassification,
+    XLMRobertaForSequenceClassification, pipeline,
 )
 
 sys.dont_write_bytecode = True
@@ -192,8 +194,45 @@ def electra():
     reranker("electra", ElectraForSequenceClassification(config), tokenizer, "ElectraTokenizer")
 
 
+def inference(name, network, tokenizer, kind=None):
+    folder = save(name, network, tokenizer, kind)
+    classify = pipeline("zero-shot-classification", model=str(folder), device="cpu")
+    assert classify.tokenizer.model_max_length == 64
+    cases = []
+    for text in (TEXTS[1], " ", TEXTS[11], LONG, LONG * 12):
+        for candidates in (["music"], ["music", "the tide", "a queue"], ["été", "no", "yes", "perhaps", "it depends"]):
+            for multi_label in (False, True):
+                for template in ({}, {"hypothesis_template": "It is about {}, they say"}):
+                    found = classify(text, candidates, multi_label=multi_label, **template)
+                    cases.append({"input": text, "labels": candidates, "multi_label": multi_label, **template,
+                                  "expected": list(zip(found["labels"], shared.short(found["scores"])))})
+    lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
+    (folder / "expected.json").write_text("[\n" + lines + "\n]\n")
+    print(folder.name, "bytes", sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()), cases[4]["expected"])
+
+
+def named(*names):
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def nli_bert():
+    tokenizer = shared.wordpiece(300)
+    config = BertConfig(**shared.shape(tokenizer, max_position_embeddings=64, type_vocab_size=2),
+                        **named("contradiction", "neutral", "entailment"))
+    inference("nli-bert", BertForSequenceClassification(config), tokenizer, "BertTokenizer")
+
+
+def nli_roberta():
+    """Its first label is entailment, so that contradiction is taken to be the last."""
+    tokenizer = without_types(shared.byte_bpe(330))
+    config = RobertaConfig(**shared.shape(
+        tokenizer, max_position_embeddings=66, type_vocab_size=1, pad_token_id=1, layer_norm_eps=1e-5),
+        **named("ENTAILMENT", "NEUTRAL", "CONTRADICTION"))
+    inference("nli-roberta", RobertaForSequenceClassification(config), tokenizer)
+
+
 MADE = {"bert": bert, "xlm-roberta": xlm_roberta, "roberta": roberta, "distilbert": distilbert,
-        "modernbert": modernbert, "electra": electra}
+        "modernbert": modernbert, "electra": electra, "nli-bert": nli_bert, "nli-roberta": nli_roberta}
 
 
 def main():

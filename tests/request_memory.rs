@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
 
-use sconce::model::tasks::{embed, generate, labels, pairs};
+use sconce::model::tasks::{embed, generate, labels, pairs, sparse};
 use sconce::model::{Device, Inputs, LoadSpec, Processor};
 use sconce::protocol::{Headers, Message, Properties, TaskError, TaskErrorKind};
 
@@ -208,6 +208,22 @@ fn a_request_for_vectors_or_labels_holds_no_multiple_of_its_body() {
     }
     let (processor, _) = labels::load(&spec("score-roberta"), &Device::Cpu).expect("a model of the tests");
     check(&processor, "/classify", of_any("input"), 4);
+    let (processor, _) = sparse::load(&spec("sparse-bert"), &Device::Cpu).expect("a model of the tests");
+    check(&processor, "/embed_sparse", of_any("inputs"), 4);
+    // The sentences of labels, and pairs of a long text with each of them.
+    let (processor, _) = labels::load(&spec("score-nli-bert"), &Device::Cpu).expect("a model of the tests");
+    let template = format!("{{}}{}", "t".repeat(998));
+    let labels = (0..1_000).map(|label| format!("\"{label}\"")).collect::<Vec<_>>().join(",");
+    let zero_shot = |texts: String| {
+        format!(r#"{{"input":[{texts}],"hypothesis_template":"{template}","labels":[{labels}],"top_k":1}}"#)
+    };
+    let cases = vec![
+        ("long sentences", zero_shot("\"a\",\"b\"".to_owned())),
+        ("a long text", zero_shot(format!("\"{}\"", many("a ", 20_000)))),
+        ("many labels", format!(r#"{{"input":"a","labels":[{}""]}}"#, many(r#""a","#, 100))),
+        ("many texts", zero_shot(format!(r#"{}"""#, many(r#""","#, 20_000)))),
+    ];
+    check(&processor, "/classify", cases, 4);
     let (processor, _) = pairs::load(&spec("score-bert"), &Device::Cpu).expect("a model of the tests");
     let documents = vec!["\"a b c\""; INPUTS].join(",");
     let cases = vec![

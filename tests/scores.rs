@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 const TOLERANCE: f64 = 1e-5;
 /// Models with one label.
 const SCORERS: [&str; 4] = ["score-bert", "score-xlm-roberta", "score-modernbert", "score-electra"];
+/// Models of natural language inference.
+const INFERENCE: [&str; 2] = ["score-nli-bert", "score-nli-roberta"];
 /// Models with several.
 const CLASSIFIERS: [&str; 2] = ["score-roberta", "score-distilbert"];
 
@@ -198,4 +200,80 @@ fn each_document_is_an_input_of_its_own_within_the_limit() {
     let Err(error) = preprocess(&processor, "/v1/rerank", &body(10_000)) else { panic!("too many") };
     assert_eq!(error.kind, TaskErrorKind::TooLarge);
     assert_eq!(error.message, "documents holds 10000 items; this pool takes at most 600");
+}
+
+#[test]
+fn labels_of_the_request_have_the_scores_of_the_pipeline_for_zero_shot_classification() {
+    for name in INFERENCE {
+        let mut model = labels::load(&spec(name), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        for case in expected(name).as_array().expect("cases") {
+            let mut body = case.clone();
+            let right =
+                body.as_object_mut().and_then(|body| body.remove("expected")).expect("labels with scores");
+            let right: Vec<(String, f64)> = serde_json::from_value(right).expect("labels with scores");
+            let ours = answer(&mut model, "/classify", &body);
+            // The same text in a list, with another one.
+            let text = body["input"].take();
+            body["input"] = json!(["hello", text]);
+            let list = answer(&mut model, "/classify", &body);
+            assert_eq!(
+                (list[1].clone(), list[0].as_array().map(Vec::len)),
+                (ours.clone(), Some(right.len()))
+            );
+            for (ours, (label, score)) in ours.as_array().expect("a list").iter().zip(right) {
+                assert_eq!(ours["label"], label, "{name}: {case}");
+                assert_close(&ours["score"], &score.into(), &format!("{name}: {case}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_of_natural_language_inference_also_has_labels_of_its_own() {
+    let mut model =
+        labels::load(&spec("score-nli-bert"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let own = answer(&mut model, "/classify", &json!({"input": "hello", "top_k": 3}));
+    let names: Vec<&Value> = rows(&own["data"][0], "labels").iter().map(|label| &label["label"]).collect();
+    assert!(names.contains(&&json!("entailment")) && names.len() == 3, "{own}");
+    let best =
+        answer(&mut model, "/classify", &json!({"input": "hello", "labels": ["a", "b", "c"], "top_k": 1}));
+    assert_eq!(best.as_array().map(Vec::len), Some(1));
+}
+
+#[test]
+fn labels_of_the_request_are_refused_where_they_do_not_fit() {
+    let load = |name: &str| labels::load(&spec(name), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let refusal = |model: &(labels::LabelProcessor, TextNetwork), body: &Value| {
+        let Err(error) = preprocess(&model.0, "/classify", body) else { panic!("{body}") };
+        (error.kind, error.param.unwrap_or_default(), error.message)
+    };
+    let (kind, param, message) = refusal(&load("score-roberta"), &json!({"input": "a", "labels": ["x"]}));
+    assert_eq!((kind, &*param), (TaskErrorKind::BadInput, "labels"));
+    assert!(
+        message.contains("natural language inference") && message.contains("negative, neutral"),
+        "{message}"
+    );
+    let mut model = load("score-nli-roberta");
+    // Only the text is cut, and a label must leave room for it.
+    let long = "the tide carries a message ".repeat(40);
+    let cut = reply(&mut model, "/classify", &json!({"input": [long, "a"], "labels": ["x", "y"]}));
+    assert_eq!(cut.headers["truncated"].as_i64(), Some(2));
+    let (_, param, message) =
+        refusal(&model, &json!({"input": ["a", long], "labels": ["x"], "truncate": false}));
+    assert_eq!(param, "input[1]");
+    assert!(message.contains("at most 64 tokens"), "{message}");
+    let label = "the tide ".repeat(90);
+    let (_, param, message) = refusal(&model, &json!({"input": "a", "labels": ["x", label]}));
+    assert_eq!(param, "labels[1]");
+    assert!(message.contains("leaves no room for a text"), "{message}");
+    // Pairs count, and are made on demand.
+    let texts = vec!["a"; 300];
+    let (kind, _, message) = refusal(&model, &json!({"input": texts, "labels": ["x", "y", "z"]}));
+    assert_eq!(kind, TaskErrorKind::TooLarge);
+    assert_eq!(message, "300 texts and 3 labels are 900 pairs; this pool takes at most 600");
+    let (_, inputs) = preprocess(&model.0, "/classify", &json!({"input": texts, "labels": ["x", "y"]}))
+        .unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(inputs.len(), 600);
+    assert_ne!(inputs[0].input.ids, inputs[1].input.ids);
+    assert_eq!(inputs[1].input, inputs[599].input);
 }

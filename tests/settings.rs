@@ -320,7 +320,7 @@ fn the_file_of_several_pools_is_valid() {
     let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/config/pools.toml"));
     let loaded = load(&[path], Vec::new(), &[]).expect("a valid file");
     let names: Vec<&str> = loaded.settings.pools.iter().map(|pool| pool.name.as_str()).collect();
-    assert_eq!(names, ["embed", "rerank", "images", "speech", "speak", "text"]);
+    assert_eq!(names, ["embed", "rerank", "images", "speech", "speak", "text", "sparse"]);
     // The folders do not depend on the current folder.
     for (pool, folder) in
         [(0, "all-MiniLM-L6-v2"), (2, "efficientnet-lite0"), (3, "whisper-tiny.en"), (4, "hibari")]

@@ -36,6 +36,8 @@ POOLS = {
     "caption": ROOT / "tests/fixtures/tiny-blip",
     "rerank": ROOT / "tests/fixtures/score-bert",
     "classify": ROOT / "tests/fixtures/score-roberta",
+    "inference": ROOT / "tests/fixtures/score-nli-bert",
+    "sparse": ROOT / "tests/fixtures/sparse-bert",
     "echo": "echo",
     "script": "script",
 }

@@ -175,6 +175,34 @@ def test_rerank_score_classify(client: Any) -> None:
     assert len(top.labels) == 2 and top.labels[0] == (top.label, pytest.approx(top.score))
 
 
+def test_labels_of_the_request(client: Any) -> None:
+    inference = client.with_options(queue="inference")
+    labels = ["music", "the tide", "a queue"]
+    found = inference.classify(TEXTS, labels=labels, rows_per_task=7)
+    assert len(found) == len(TEXTS)
+    for one in found:
+        assert sorted(label.label for label in one) == sorted(labels)
+        assert sum(label.score for label in one) == pytest.approx(1, abs=1e-5)
+        assert [label.score for label in one] == sorted((label.score for label in one), reverse=True)
+    [one] = inference.classify(["wax"], labels=labels, hypothesis_template="It is {}", multi_label=True, top_k=1)
+    assert len(one) == 1
+    assert inference.classify(["wax"])[0].label in ("contradiction", "neutral", "entailment")
+    with pytest.raises(TypeError, match="labels is a list"):
+        inference.classify(["wax"], labels="music")
+    with pytest.raises(BadRequest, match="natural language inference"):
+        client.with_options(queue="classify").classify(["wax"], labels=labels)
+
+
+def test_sparse_vectors(client: Any) -> None:
+    sparse = client.with_options(queue="sparse")
+    found = sparse.embed_sparse(TEXTS, rows_per_task=5)
+    assert len(found) == len(TEXTS) and all(vector and min(vector.values()) > 0 for vector in found)
+    [best] = sparse.embed_sparse([TEXTS[0]], top_k=3)
+    assert best == dict(sorted(sorted(found[0].items(), key=lambda pair: -pair[1])[:3]))
+    with pytest.raises(BadRequest, match="threshold"):
+        sparse.embed_sparse(["wax"], threshold=-1)
+
+
 @pytest.mark.parametrize(
     ("name", "label"), [("cat.jpg", "cat"), ("coffee.webp", "espresso"), ("rocket.png", "missile")]
 )

@@ -57,7 +57,7 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     assert!(error.contains("\"bart\"") && error.contains("xlm-roberta, camembert"), "{error}");
     assert_eq!(error.matches("camembert").count(), 1, "{error}");
     assert!(
-        error.contains("for rerank, classify, embed: bert") && error.contains("docs/own-models.md"),
+        error.contains("for rerank, classify, embed, embed_sparse: bert") && error.contains("docs/own-models.md"),
         "{error}"
     );
     let error = family(r#"{"model_type":"bart","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
@@ -105,9 +105,16 @@ fn modules_decide_before_architectures_and_a_task_before_both() {
     assert_eq!(assumed(one, Some(POOLED), Some("rerank")), Ok(("rerank", Vec::new())));
     let alone = r#"[{"type":"sentence_transformers.models.Transformer"}]"#;
     assert_eq!(assumed(one, Some(alone), None), Ok(("rerank", Vec::new())), "a cross-encoder");
+    let splade = r#"[{"type":"sentence_transformers.sparse_encoder.models.MLMTransformer"},
+        {"type":"sentence_transformers.sparse_encoder.models.SpladePooling","path":"1_SpladePooling"}]"#;
+    assert_eq!(assumed(&masked, Some(splade), None), Ok(("embed_sparse", Vec::new())));
+    let (family, assumptions) = assumed(&masked, None, Some("embed_sparse")).unwrap();
+    assert!(family == "embed_sparse" && assumptions[0].contains("the largest log(1 + max(logit, 0))"));
+    let error = assumed(&config("bert", "BertModel"), Some(splade), None).unwrap_err();
+    assert!(error.contains("\"embed_sparse\""), "{error}");
     let embedder = config("qwen3", "Qwen3ForCausalLM");
     let error = assumed(&embedder, Some(POOLED), None).unwrap_err();
-    assert!(error.contains("for embeddings") && error.contains("pool.task may be generate"), "{error}");
+    assert!(error.contains("the task \"embed\"") && error.contains("pool.task may be generate"), "{error}");
     assert_eq!(assumed(&embedder, Some(POOLED), Some("generate")), Ok(("generate", Vec::new())));
 }
 

@@ -6,9 +6,7 @@ use bytes::Bytes;
 use serde_json::value::RawValue;
 
 use super::fields::{Fields, Keys, keys, list, string};
-use super::labels::best_labels;
 use super::message::{boolean_header, count_header, text_header};
-use super::reply::to_json;
 use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, from_base64};
 
 /// The URL of these requests.
@@ -236,27 +234,10 @@ fn decode_base64(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
     Ok(ImageFile { bytes: bytes.into(), path: Some(path.to_owned()) })
 }
 
-/// The body of the reply: the best labels of each image, highest first. It is a list of such lists if the images came
-/// as a list.
-///
-/// # Errors
-/// `Internal` if the body cannot be written.
-pub fn write_images(
-    scores: &[Vec<f32>],
-    labels: &[String],
-    top_k: usize,
-    is_list: bool,
-) -> Result<Vec<u8>, TaskError> {
-    let all: Vec<_> = scores.iter().map(|scores| best_labels(scores, labels, top_k)).collect();
-    match all.as_slice() {
-        [only] if !is_list => to_json(only),
-        _ => to_json(&all),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::labels::write_best_labels;
     use crate::protocol::{Properties, Value};
 
     fn json(body: &str) -> Result<ImagesRequest, TaskError> {
@@ -323,9 +304,9 @@ mod tests {
     #[test]
     fn the_reply_has_the_form_of_the_request() {
         let names: Vec<String> = ["cat", "dog"].map(Into::into).into();
-        let one = write_images(&[vec![0.25, 0.75]], &names, 1, false).unwrap();
+        let one = write_best_labels(&[vec![0.25, 0.75]], &names, 1, false).unwrap();
         assert_eq!(one, br#"[{"label":"dog","score":0.75}]"#);
-        let list = write_images(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
+        let list = write_best_labels(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
         assert_eq!(list, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
     }
 }

@@ -1,27 +1,38 @@
-//! Reads and writes the bodies of `/classify` for texts (vLLM's form). Pure; knows no model.
+//! Reads and writes the bodies of `/classify` for texts: by the model's labels (vLLM's form), or by labels of the request
+//! (that of Hugging Face's pipeline for zero-shot classification). Pure; knows no model.
 
 use serde::Serialize;
 
-use super::TaskError;
+use super::candidate_labels::CandidateLabels;
 use super::fields::{Fields, Keys, keys, texts};
 use super::reply::{Usage, to_json};
 use super::requests::SharingEndpoint;
+use super::{TaskError, TaskErrorKind};
 
 /// The URL of these requests.
 pub const URL: &str = "/classify";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 /// Requests that can share a task.
-pub(super) const SHARING: SharingEndpoint = SharingEndpoint { url: URL, input_field: "input" };
+pub(super) const SHARING: SharingEndpoint =
+    SharingEndpoint { url: URL, input_field: "input", unless: &["labels", "parameters"] };
 
 const KEYS: Keys = keys! {
-    "input", "inputs", "model", "top_k", "raw_scores", "truncate";
+    "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",
+    "truncate";
     "activation" = "true", "add_generation_prompt" = "false", "add_special_tokens" = "true",
     "chat_template" = "null", "chat_template_kwargs" = "{}", "continue_final_message" = "false",
     "examples" = "[]", "media_io_kwargs" = "null", "messages" = "null", "mm_processor_kwargs" = "null",
     "padding" = "null", "preset" = "null", "truncate_prompt_tokens" = "null",
     "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
+
+/// The fields of `parameters`, as Hugging Face's clients send them.
+const PARAMETERS: Keys = keys! {
+    "candidate_labels", "hypothesis_template", "multi_label"; "function_to_apply" = "null", "top_k" = "null"
+};
+/// The template of a request that has none, as in the pipelines of the transformers library.
+const DEFAULT_TEMPLATE: &str = "This example is {}.";
 
 /// Texts to classify.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,20 +51,51 @@ pub struct ClassifyRequest {
     pub raw_scores: bool,
     /// Whether texts that are too long are cut; otherwise they are refused.
     pub truncate: bool,
+    /// The request's labels; none: the model's.
+    pub zero_shot: Option<ZeroShot>,
+}
+
+/// Labels of the request, by which texts are classified.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ZeroShot {
+    /// The labels.
+    pub labels: CandidateLabels,
+    /// Whether each label applies or not, independently of the others; otherwise the sum of their probabilities is 1.
+    pub multi_label: bool,
 }
 
 impl ClassifyRequest {
-    /// Reads a body; `max_texts` bounds the number of texts.
+    /// Reads a body; `max_texts` bounds the number of texts, or of pairs of a text and a label of the request.
     ///
     /// # Errors
-    /// `Undecodable` for a body that is not JSON, `TooLarge` for too many texts, else `BadInput` with the field
+    /// `Undecodable` for a body that is not JSON, `TooLarge` for too many texts or pairs, else `BadInput` with the field
     /// and the value.
     pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
         let field = fields.either("input", "inputs")?;
         let input = fields.required(field)?;
+        let texts = texts(input, field, max_texts)?;
+        let zero_shot = zero_shot(&fields)?;
+        if let Some(ZeroShot { labels, .. }) = &zero_shot {
+            let (texts, names) = (texts.len(), labels.names.len());
+            if texts * names > max_texts {
+                let message = format!(
+                    "{texts} texts and {names} labels are {} pairs; this pool takes at most {max_texts}",
+                    texts * names
+                );
+                return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(labels.field));
+            }
+            let top_k = fields.positive("top_k")?.unwrap_or(names);
+            labels.check_reply(top_k, texts, "texts")?;
+            if fields.boolean("raw_scores", false)? {
+                let message =
+                    "raw_scores is not supported with labels of the request; leave it out, or send false";
+                return Err(TaskError::bad_input("raw_scores", message));
+            }
+        }
         Ok(Self {
-            texts: texts(input, field, max_texts)?,
+            texts,
+            zero_shot,
             field,
             is_list: input.get().starts_with('['),
             model: fields.string("model")?,
@@ -67,6 +109,24 @@ impl ClassifyRequest {
     pub fn path(&self, index: usize) -> String {
         if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
     }
+}
+
+/// The labels of the request, if it has any.
+fn zero_shot(fields: &Fields<'_>) -> Result<Option<ZeroShot>, TaskError> {
+    let parameters = match fields.get("parameters") {
+        Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
+        None => None,
+    };
+    let Some(labels) = CandidateLabels::in_json(fields, parameters.as_ref(), DEFAULT_TEMPLATE)? else {
+        for field in ["hypothesis_template", "multi_label"] {
+            if [Some(fields), parameters.as_ref()].into_iter().flatten().any(|it| it.get(field).is_some()) {
+                return Err(TaskError::bad_input(field, format!("{field} needs labels in the request")));
+            }
+        }
+        return Ok(None);
+    };
+    let of_field = fields.get("multi_label").map(|_| fields).or(parameters.as_ref()).unwrap_or(fields);
+    Ok(Some(ZeroShot { labels, multi_label: of_field.boolean("multi_label", false)? }))
 }
 
 /// The indices of the `count` highest numbers, highest first; equal numbers keep their order.
@@ -98,15 +158,33 @@ struct Classification<'a> {
 
 /// A label with its score.
 #[derive(Serialize)]
-pub struct Label<'a> {
+struct Label<'a> {
     label: &'a str,
     score: f32,
 }
 
 /// The `count` labels with the highest scores, highest first.
-pub fn best_labels<'a>(scores: &[f32], labels: &'a [String], count: usize) -> Vec<Label<'a>> {
+fn best_labels<'a>(scores: &[f32], labels: &'a [String], count: usize) -> Vec<Label<'a>> {
     let label = |index: usize| Label { label: &labels[index], score: scores[index] };
     highest_indices(scores, count).into_iter().map(label).collect()
+}
+
+/// The body of the reply to a request for images, or with labels: the best labels of each input, highest first. It is a
+/// list of such lists if the inputs came as a list.
+///
+/// # Errors
+/// `Internal` if the body cannot be written.
+pub fn write_best_labels(
+    scores: &[Vec<f32>],
+    labels: &[String],
+    top_k: usize,
+    is_list: bool,
+) -> Result<Vec<u8>, TaskError> {
+    let all: Vec<_> = scores.iter().map(|scores| best_labels(scores, labels, top_k)).collect();
+    match all.as_slice() {
+        [only] if !is_list => to_json(only),
+        _ => to_json(&all),
+    }
 }
 
 /// The body of the reply: for each text its best label, and the scores of all labels.
@@ -155,6 +233,61 @@ mod tests {
             ),
         ] {
             assert_eq!(ClassifyRequest::parse(body.as_bytes(), 2).unwrap_err().message, message, "{body}");
+        }
+    }
+
+    #[test]
+    fn labels_of_the_request_come_in_either_form_and_each_pair_with_a_text_counts() {
+        let parse = |body: &str| ClassifyRequest::parse(body.as_bytes(), 8);
+        let ours =
+            parse(r#"{"input":"a","labels":["x","y"],"hypothesis_template":"It is {}!","multi_label":true}"#);
+        let ZeroShot { labels, multi_label } = ours.unwrap().zero_shot.unwrap();
+        assert_eq!(
+            (labels.sentences().collect::<Vec<_>>().join(" "), multi_label),
+            ("It is x! It is y!".into(), true)
+        );
+        let theirs =
+            parse(r#"{"inputs":["a"],"parameters":{"candidate_labels":["x"],"multi_label":true}}"#).unwrap();
+        let ZeroShot { labels, multi_label } = theirs.zero_shot.unwrap();
+        assert_eq!(
+            (labels.sentences().collect::<Vec<_>>(), multi_label),
+            (vec!["This example is x.".into()], true)
+        );
+        assert_eq!(parse(r#"{"input":"a"}"#).unwrap().zero_shot, None);
+        assert!(parse(r#"{"input":["a","b"],"labels":["w","x","y","z"]}"#).is_ok());
+        let error = parse(r#"{"input":["a","b","c"],"labels":["x","y","z"]}"#).unwrap_err();
+        assert_eq!(error.message, "3 texts and 3 labels are 9 pairs; this pool takes at most 8");
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("labels")));
+        let many: Vec<String> = (0..1_001).map(|index| format!("\"{index}\"")).collect();
+        let error = parse(&format!(r#"{{"input":"a","labels":[{}]}}"#, many.join(","))).unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::TooLarge, "{error}");
+    }
+
+    #[test]
+    fn wrong_labels_of_the_request_are_refused_by_name() {
+        for (fields, param, part) in [
+            (r#""labels":[]"#, "labels", "empty list"),
+            (r#""labels":"a,b""#, "labels", "must be a list"),
+            (r#""labels":["a","a"]"#, "labels[1]", "the same as label 0"),
+            (
+                r#""labels":["a"],"hypothesis_template":"It is.""#,
+                "hypothesis_template",
+                "must contain {} once",
+            ),
+            (r#""labels":["a"],"multi_label":1"#, "multi_label", "true or false"),
+            (r#""labels":["a"],"raw_scores":true"#, "raw_scores", "not supported with labels"),
+            (r#""multi_label":true"#, "multi_label", "needs labels"),
+            (r#""parameters":{"hypothesis_template":"{}"}"#, "hypothesis_template", "needs labels"),
+            (r#""parameters":{"candidate_labels":["a"],"top_k":1}"#, "top_k", "not supported here"),
+        ] {
+            let body = format!(r#"{{"input":"a",{fields}}}"#);
+            let error = ClassifyRequest::parse(body.as_bytes(), 8).unwrap_err();
+            assert_eq!(
+                (error.kind, error.param.as_deref()),
+                (TaskErrorKind::BadInput, Some(param)),
+                "{error}"
+            );
+            assert!(error.message.contains(part), "{error}");
         }
     }
 

@@ -4,6 +4,7 @@
 
 pub mod admin;
 pub mod batch_line;
+pub mod candidate_labels;
 pub mod captions;
 pub mod control;
 pub mod dead_letter;
@@ -20,6 +21,7 @@ pub mod reply;
 pub mod requests;
 pub mod rerank;
 pub mod results;
+pub mod sparse;
 pub mod speech;
 pub mod stats;
 pub mod task;

@@ -14,7 +14,8 @@ use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
 use super::{
-    Message, captions, embeddings, generate, image_generation, images, labels, rerank, speech, transcriptions,
+    Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
+    transcriptions,
 };
 
 /// The fields that hold the inputs of requests.
@@ -24,15 +25,17 @@ const INPUTS: [&[&str]; 6] =
 /// The endpoints whose requests can share a task.
 const SHARING: [SharingEndpoint; 2] = [embeddings::SHARING, labels::SHARING];
 
-/// An endpoint whose requests can share a task if their field `input_field` holds a text or a list of texts. The field
-/// `data` of its replies has an item for each text.
+/// An endpoint whose requests can share a task if their field `input_field` holds a text or a list of texts, and they have
+/// none of the fields `unless`. The field `data` of its replies has an item for each text.
 pub(super) struct SharingEndpoint {
     pub(super) url: &'static str,
     pub(super) input_field: &'static str,
+    pub(super) unless: &'static [&'static str],
 }
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
-/// multiplies by `n` for generated text.
+/// multiplies by `n` for generated text and by the
+/// labels of a request to classify texts.
 pub fn count_inputs(body: &[u8]) -> usize {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
     match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {
@@ -46,6 +49,7 @@ pub fn count_inputs(body: &[u8]) -> usize {
 /// embeddings.
 pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<String> {
     let body = |text: &String| match url {
+        sparse::URL => json!({ "inputs": text }),
         generate::CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
         generate::COMPLETIONS_URL | image_generation::URL => json!({ "prompt": text }),
         _ => json!({ "input": text }),
@@ -85,8 +89,11 @@ type Fields = BTreeMap<String, Box<RawValue>>;
 impl ShareableRequest {
     /// The request to `url` with this body, if it can share a task.
     pub fn from_request(url: &str, body: &[u8]) -> Option<Self> {
-        let SharingEndpoint { input_field: field, .. } = SHARING.iter().find(|it| it.url == url)?;
+        let SharingEndpoint { input_field: field, unless, .. } = SHARING.iter().find(|it| it.url == url)?;
         let mut fields: Fields = serde_json::from_slice(body).ok()?;
+        if unless.iter().any(|field| fields.contains_key(*field)) {
+            return None;
+        }
         let input = fields.remove(*field)?;
         let is_text = |value: &RawValue| value.get().starts_with('"');
         let inputs = if is_text(&input) { vec![input] } else { serde_json::from_str(input.get()).ok()? };
@@ -210,6 +217,7 @@ mod tests {
         for (url, expected) in [
             (embeddings::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
             (labels::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
+            (sparse::URL, vec![json!({"inputs": "a"}), json!({"inputs": "b"})]),
             (generate::COMPLETIONS_URL, vec![json!({"prompt": "a"}), json!({"prompt": "b"})]),
             (rerank::RERANK_URL, vec![json!({"query": "a", "documents": ["b"]})]),
             (rerank::SCORE_URL, vec![json!({"text_1": "a", "text_2": ["b"]})]),
@@ -230,6 +238,7 @@ mod tests {
             (r#"{"input":["a","b"]}"#, 2),
             (r#"{"input":[101,102,103]}"#, 1),
             (r#"{"input":[[101],[102]]}"#, 2),
+            (r#"{"inputs":["a","b","c"],"top_k":2}"#, 3),
             (r#"{"query":"a","documents":["b","c","d"]}"#, 3),
             (r#"{"text_1":"a","text_2":["b","c"]}"#, 2),
             (r#"{"prompt":["a","b"]}"#, 2),
@@ -238,6 +247,14 @@ mod tests {
         ] {
             assert_eq!(count_inputs(body.as_bytes()), inputs, "{body}");
         }
+    }
+
+    #[test]
+    fn a_request_whose_reply_is_a_list_shares_no_task() {
+        let shares = |body: &str| ShareableRequest::from_request(labels::URL, body.as_bytes()).is_some();
+        assert!(shares(r#"{"input":"a","top_k":2}"#));
+        assert!(!shares(r#"{"input":"a","labels":["x"]}"#));
+        assert!(!shares(r#"{"input":"a","parameters":{"candidate_labels":["x"]}}"#));
     }
 
     #[test]

@@ -1,29 +1,16 @@
 //! Reads requests for zero-shot classification of images, whose labels are in the request. They have the URL of `images`,
 //! and give images in the same ways. Pure: images are not decoded here.
 
-use std::collections::HashMap;
-
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, bounded_string, each_item, excerpt, keys, list, string};
+use super::candidate_labels::{CandidateLabels, MAX_LABELS, check_count};
+use super::fields::{Fields, Keys, each_item, keys, list, string};
 use super::images::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
 use super::message::{boolean_header, count_header, text_header};
-use super::{FileUrl, Files, Headers, Message, TaskError, TaskErrorKind, Value};
+use super::{FileUrl, Files, Headers, Message, TaskError, Value};
 
-/// Maximum number of labels.
-pub const MAX_LABELS: usize = 1_000;
-/// Maximum size of a reply, in bytes.
-const MAX_REPLY_BYTES: usize = 8 << 20;
-/// Bytes of a label in the reply beside the label itself: the names of the fields, and a score with the most digits.
-const BYTES_PER_SCORE: usize = 40;
-/// Maximum size of a label, in bytes. It is far above what a model reads.
-const MAX_LABEL_BYTES: usize = 1_000;
-/// Maximum size of a template, in bytes. The bound limits memory, because each label gets a copy.
-const MAX_TEMPLATE_BYTES: usize = 1_000;
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";
-/// The placeholder in the template, which a label replaces.
-const PLACEHOLDER: &str = "{}";
 
 const KEYS: Keys = keys! {
     "hypothesis_template", "image_url", "input", "inputs", "labels", "model", "parameters", "raw_scores", "top_k",
@@ -42,10 +29,8 @@ pub struct ZeroShotRequest {
     pub is_list: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// At least one; all are different.
-    pub labels: Vec<String>,
-    /// The sentence into which a label is put.
-    template: String,
+    /// The labels.
+    pub labels: CandidateLabels,
     /// The number of labels in the reply for each image, highest score first.
     pub top_k: usize,
     /// Whether the reply has the model's raw scores instead of probabilities.
@@ -65,34 +50,13 @@ impl ZeroShotRequest {
             Some(image) => Self::from_headers(&message.properties.headers, image)?,
             None => Self::from_json(&message.body, max_images, files)?,
         };
-        let (images, bytes) = (request.images.len(), request.reply_bytes());
-        if bytes > MAX_REPLY_BYTES {
-            let message = format!(
-                "the labels of {images} images would take up to {bytes} bytes in the reply; at most {MAX_REPLY_BYTES} \
-                 are allowed: send fewer images or a smaller top_k"
-            );
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"));
-        }
+        request.labels.check_reply(request.top_k, request.images.len(), "images")?;
         Ok(request)
-    }
-
-    /// The largest size that the reply can have, in bytes.
-    fn reply_bytes(&self) -> usize {
-        let written = |label: &String| serde_json::to_string(label).map_or(usize::MAX, |json| json.len());
-        let mut sizes: Vec<usize> = self.labels.iter().map(written).collect();
-        sizes.sort_unstable_by(|a, b| b.cmp(a));
-        let of_image: usize = sizes.iter().take(self.top_k).map(|bytes| bytes + BYTES_PER_SCORE).sum();
-        of_image.saturating_mul(self.images.len())
     }
 
     /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
     pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
         urls_of_images(message, &KEYS, max_images)
-    }
-
-    /// The sentence with this label.
-    pub fn sentence(&self, label: &str) -> String {
-        self.template.replace(PLACEHOLDER, label)
     }
 
     fn from_headers(headers: &Headers, image: ImageFile) -> Result<Self, TaskError> {
@@ -113,14 +77,14 @@ impl ZeroShotRequest {
                 each_item(&list(raw.get(), "labels", MAX_LABELS)?, "labels", string)?
             }
         };
-        let labels = checked_labels(labels, "labels")?;
+        let template = text_header(headers, "hypothesis_template")?;
+        let labels = CandidateLabels::in_headers(labels, template, DEFAULT_TEMPLATE)?;
         Ok(Self {
             images: vec![image],
             is_list: false,
             model: text_header(headers, "model")?,
-            top_k: count_header(headers, "top_k")?.unwrap_or(labels.len()),
+            top_k: count_header(headers, "top_k")?.unwrap_or(labels.names.len()),
             labels,
-            template: checked_template(text_header(headers, "hypothesis_template")?, "hypothesis_template")?,
             raw_scores: boolean_header(headers, "raw_scores", false)?,
             truncate: boolean_header(headers, "truncate", true)?,
         })
@@ -133,32 +97,14 @@ impl ZeroShotRequest {
             None => None,
         };
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
-        let in_parameters = |key: &str| parameters.as_ref().and_then(|parameters| parameters.get(key));
-        let (raw, path) = match (fields.get("labels"), in_parameters("candidate_labels")) {
-            (Some(raw), _) => (raw, "labels"),
-            (None, Some(raw)) => (raw, "parameters.candidate_labels"),
-            (None, None) => return Err(missing_labels()),
-        };
-        let read = |raw: &str, path: &str| bounded_string(raw, path, MAX_LABEL_BYTES);
-        let labels = each_item(&list(raw.get(), path, MAX_LABELS)?, path, read)?;
-        let labels = checked_labels(labels, path)?;
-        let template = match fields.get("hypothesis_template") {
-            Some(raw) => Some((raw, "hypothesis_template")),
-            None => in_parameters("hypothesis_template").map(|raw| (raw, "parameters.hypothesis_template")),
-        };
-        let template = match template {
-            Some((raw, path)) => {
-                checked_template(Some(bounded_string(raw.get(), path, MAX_TEMPLATE_BYTES)?), path)?
-            }
-            None => DEFAULT_TEMPLATE.to_owned(),
-        };
+        let labels = CandidateLabels::in_json(&fields, parameters.as_ref(), DEFAULT_TEMPLATE)?;
+        let labels = labels.ok_or_else(missing_labels)?;
         Ok(Self {
             images,
             is_list,
             model: fields.string("model")?,
-            top_k: fields.positive("top_k")?.unwrap_or(labels.len()),
+            top_k: fields.positive("top_k")?.unwrap_or(labels.names.len()),
             labels,
-            template,
             raw_scores: fields.boolean("raw_scores", false)?,
             truncate: fields.boolean("truncate", true)?,
         })
@@ -170,57 +116,10 @@ fn missing_labels() -> TaskError {
     TaskError::bad_input("labels", message)
 }
 
-/// Bounds the labels in a header; `list` bounds those in JSON.
-fn check_count(count: usize) -> Result<(), TaskError> {
-    if count <= MAX_LABELS {
-        return Ok(());
-    }
-    let message = format!("labels holds {count} items; at most {MAX_LABELS} are allowed");
-    Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"))
-}
-
-/// Returns the labels, or an error if one is empty, too long, or occurs twice.
-fn checked_labels(labels: Vec<String>, path: &str) -> Result<Vec<String>, TaskError> {
-    if labels.is_empty() {
-        return Err(TaskError::bad_input(path, format!("{path} is an empty list")));
-    }
-    let mut seen = HashMap::new();
-    for (index, label) in labels.iter().enumerate() {
-        let path = format!("{path}[{index}]");
-        if label.trim().is_empty() {
-            return Err(TaskError::bad_input(&*path, format!("{path} is empty")));
-        }
-        if label.len() > MAX_LABEL_BYTES {
-            let message = format!("{path} has {} bytes; at most {MAX_LABEL_BYTES} are allowed", label.len());
-            return Err(TaskError::bad_input(path, message));
-        }
-        if let Some(first) = seen.insert(label, index) {
-            let message = format!("{path} is the same as label {first}: {}", excerpt(label));
-            return Err(TaskError::bad_input(path, message));
-        }
-    }
-    Ok(labels)
-}
-
-fn checked_template(template: Option<String>, path: &str) -> Result<String, TaskError> {
-    let Some(template) = template else { return Ok(DEFAULT_TEMPLATE.to_owned()) };
-    if template.len() > MAX_TEMPLATE_BYTES {
-        let message =
-            format!("{path} has {} bytes; at most {MAX_TEMPLATE_BYTES} are allowed", template.len());
-        return Err(TaskError::bad_input(path, message));
-    }
-    if template.matches(PLACEHOLDER).count() != 1 {
-        let message =
-            format!("{path} must contain {PLACEHOLDER} once, for the label, got {}", excerpt(&template));
-        return Err(TaskError::bad_input(path, message));
-    }
-    Ok(template)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::Properties;
+    use crate::protocol::{Properties, TaskErrorKind};
 
     fn json(body: &str) -> Result<ZeroShotRequest, TaskError> {
         let message = Message { body: body.to_owned().into(), ..Message::default() };
@@ -232,12 +131,13 @@ mod tests {
         let ours =
             json(r#"{"inputs":"ZmlsZQ==","labels":["cat","dog"],"hypothesis_template":"a {}","top_k":1}"#);
         let ours = ours.unwrap();
-        assert_eq!((ours.labels.len(), ours.sentence("cat").as_str(), ours.top_k), (2, "a cat", 1));
+        let sentences = |request: &ZeroShotRequest| request.labels.sentences().collect::<Vec<_>>();
+        assert_eq!((&*sentences(&ours).join(", "), ours.top_k), ("a cat, a dog", 1));
         let theirs =
             json(r#"{"inputs":"ZmlsZQ==","parameters":{"candidate_labels":["cat","dog"]}}"#).unwrap();
-        assert_eq!((theirs.sentence("cat").as_str(), theirs.top_k), ("This is a photo of cat.", 2));
+        assert_eq!((&*sentences(&theirs)[0], theirs.top_k), ("This is a photo of cat.", 2));
         let list = json(r#"{"image_url":["data:image/png;base64,ZmlsZQ=="],"labels":["a{}b"]}"#).unwrap();
-        assert!(list.is_list && list.sentence(&list.labels[0]) == "This is a photo of a{}b.");
+        assert!(list.is_list && sentences(&list) == ["This is a photo of a{}b."]);
     }
 
     #[test]
@@ -302,7 +202,7 @@ mod tests {
             ZeroShotRequest::parse(&Message { properties, body: b"file"[..].into() }, 3, &Files::default())
         };
         let request = parse(Value::Array(vec!["cat".into(), "dog".into()])).unwrap();
-        assert_eq!((request.labels.join(" ").as_str(), request.top_k), ("cat dog", 1));
+        assert_eq!((request.labels.names.join(" ").as_str(), request.top_k), ("cat dog", 1));
         let as_json = parse(r#"["cat","dog"]"#.into()).unwrap();
         assert_eq!(as_json.labels, request.labels);
         for bad in

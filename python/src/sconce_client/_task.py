@@ -263,6 +263,62 @@ def _input_error(offset: int, item: Mapping[str, Any]) -> InputError:
     return InputError(index, message.replace(path, moved, 1), param.replace(path, moved, 1), error.get("code"))
 
 
+def embed_sparse(
+    client: Defaults, texts: Iterable[str], rows: int, more: Mapping[str, Any]
+) -> Call[list[dict[int, float]]]:
+    """`rows` texts a task."""
+    call = _lists_of_items(client, texts, rows, "/embed_sparse", "inputs", more)
+    return Call(
+        call.tasks,
+        lambda replies: [{item["index"]: item["value"] for item in one} for one in call.gather(replies)],
+        call.failed,
+    )
+
+
+def classify_by(
+    client: Defaults, texts: Iterable[str], labels: Sequence[str], rows: int, more: Mapping[str, Any]
+) -> Call[list[list[Label]]]:
+    """About `rows` pairs of a text and a label a task: a pool bounds them."""
+    if not isinstance(labels, (list, tuple)):
+        raise TypeError(f"labels is a list of texts, not {type(labels).__name__}")
+    rows = max(1, rows // max(1, len(labels))) if rows > 0 else rows
+    call = _lists_of_items(client, texts, rows, "/classify", "input", {**more, "labels": labels})
+    return Call(
+        call.tasks,
+        lambda replies: [[Label(item["label"], item["score"]) for item in one] for one in call.gather(replies)],
+        call.failed,
+    )
+
+
+def _lists_of_items(
+    client: Defaults, texts: Iterable[str], rows: int, url: str, field: str, more: Mapping[str, Any]
+) -> Call[list[list[dict[str, Any]]]]:
+    """`rows` texts a task, whose reply is a list with a list for each text."""
+    fixed = fields(more)
+    counts: list[int] = []
+
+    def tasks() -> Iterator[Task]:
+        for pack in text_packs(texts, rows):
+            counts.append(len(pack))
+            yield client._task({field: pack, **fixed}, url=url)
+
+    def failed(number: int, error: TaskError) -> TaskError:
+        # Labels, which all tasks share, have numbers too.
+        raise error.moved(number * rows) if (error.param or "").startswith("input") else error
+
+    def gather(replies: Sequence[Answer]) -> list[list[dict[str, Any]]]:
+        found: list[list[dict[str, Any]]] = []
+        for count, reply in zip(counts, replies):
+            assert isinstance(reply, Reply)
+            lists = reply.json()
+            if not isinstance(lists, list) or len(lists) != count:
+                raise BadReply(f"the reply is no list with a list for each of {count} texts")
+            found.extend(lists)
+        return found
+
+    return Call(tasks(), gather, failed)
+
+
 def classify(client: Defaults, texts: Iterable[str], rows: int, more: Mapping[str, Any]) -> Call[list[Classified]]:
     """`rows` texts a task."""
     fixed = fields(more)

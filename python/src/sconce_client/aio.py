@@ -155,6 +155,16 @@ class AsyncClient(Defaults):
         packs = _task.image_packs(images, rows_per_task, _task.is_each(more))
         return await self._gather(_task.embed(self, packs, as_array, more))
 
+    async def embed_sparse(
+        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
+    ) -> list[dict[int, float]]:
+        """The sparse vector of each text, in order, by a SPLADE model: its numbers by the ids of tokens. All are above 0.
+
+        `more` are further fields of the body: `top_k` and `threshold`, which leave out small numbers, `prompt_name`,
+        `truncate` and `model`.
+        """
+        return await self._gather(_task.embed_sparse(self, texts, rows_per_task, more))
+
     async def rerank(
         self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any
     ) -> list[Ranked]:
@@ -168,10 +178,30 @@ class AsyncClient(Defaults):
         """A score for each pair: of one text with one or many, or of two lists of the same length."""
         return await self._gather(_task.score(self, text_1, text_2, more))
 
+    @overload
     async def classify(
-        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
-    ) -> list[Classified]:
-        """The best label of each text, in order, with the probabilities of all labels; with `top_k`, the best ones."""
+        self, texts: Iterable[str], *, labels: Sequence[str], rows_per_task: int = ..., **more: Any
+    ) -> list[list[Label]]: ...
+
+    @overload
+    async def classify(self, texts: Iterable[str], *, rows_per_task: int = ..., **more: Any) -> list[Classified]: ...
+
+    async def classify(
+        self,
+        texts: Iterable[str],
+        *,
+        labels: Sequence[str] | None = None,
+        rows_per_task: int = _task.ROWS_PER_TASK,
+        **more: Any,
+    ) -> Any:
+        """The best label of each text, in order, with the probabilities of all labels; with `top_k`, the best ones.
+
+        With `labels`, which a model of natural language inference takes: a list of these labels for each text, likeliest
+        first. Then `more` may have `hypothesis_template` and `multi_label`, and `rows_per_task` counts pairs of a text and
+        a label.
+        """
+        if labels is not None:
+            return await self._gather(_task.classify_by(self, texts, labels, rows_per_task, more))
         return await self._gather(_task.classify(self, texts, rows_per_task, more))
 
     async def classify_image(

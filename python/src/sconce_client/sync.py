@@ -151,6 +151,16 @@ class Client(Defaults):
         packs = _task.image_packs(images, rows_per_task, _task.is_each(more))
         return self._gather(_task.embed(self, packs, as_array, more))
 
+    def embed_sparse(
+        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
+    ) -> list[dict[int, float]]:
+        """The sparse vector of each text, in order, by a SPLADE model: its numbers by the ids of tokens. All are above 0.
+
+        `more` are further fields of the body: `top_k` and `threshold`, which leave out small numbers, `prompt_name`,
+        `truncate` and `model`.
+        """
+        return self._gather(_task.embed_sparse(self, texts, rows_per_task, more))
+
     def rerank(self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any) -> list[Ranked]:
         """The documents by how well they answer the query, best first. Scores are between 0 and 1.
 
@@ -162,10 +172,30 @@ class Client(Defaults):
         """A score for each pair: of one text with one or many, or of two lists of the same length."""
         return self._gather(_task.score(self, text_1, text_2, more))
 
+    @overload
     def classify(
-        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
-    ) -> list[Classified]:
-        """The best label of each text, in order, with the probabilities of all labels; with `top_k`, the best ones."""
+        self, texts: Iterable[str], *, labels: Sequence[str], rows_per_task: int = ..., **more: Any
+    ) -> list[list[Label]]: ...
+
+    @overload
+    def classify(self, texts: Iterable[str], *, rows_per_task: int = ..., **more: Any) -> list[Classified]: ...
+
+    def classify(
+        self,
+        texts: Iterable[str],
+        *,
+        labels: Sequence[str] | None = None,
+        rows_per_task: int = _task.ROWS_PER_TASK,
+        **more: Any,
+    ) -> Any:
+        """The best label of each text, in order, with the probabilities of all labels; with `top_k`, the best ones.
+
+        With `labels`, which a model of natural language inference takes: a list of these labels for each text, likeliest
+        first. Then `more` may have `hypothesis_template` and `multi_label`, and `rows_per_task` counts pairs of a text and
+        a label.
+        """
+        if labels is not None:
+            return self._gather(_task.classify_by(self, texts, labels, rows_per_task, more))
         return self._gather(_task.classify(self, texts, rows_per_task, more))
 
     def classify_image(

@@ -189,9 +189,25 @@ impl TextTokenizer {
     /// The tokens of a pair of texts, from the [`pieces`](Self::pieces) of each. If both together are too long, the
     /// longer one is cut first (`longest_first`).
     pub fn pair(&self, first: &[u32], second: &[u32]) -> Tokens {
+        let (a, b) = longest_first(first.len(), second.len(), self.pair_room());
+        self.pair_of_first_pieces((first, a), (second, b))
+    }
+
+    /// As [`pair`](Self::pair), but only the first text is cut (`only_first`). None if the second one leaves no room for
+    /// it.
+    pub fn pair_with_whole_second(&self, first: &[u32], second: &[u32]) -> Option<Tokens> {
+        let room = self.pair_room().checked_sub(second.len()).filter(|room| *room > 0)?;
+        Some(self.pair_of_first_pieces((first, first.len().min(room)), (second, second.len())))
+    }
+
+    /// The largest number of tokens of a pair, without special tokens.
+    fn pair_room(&self) -> usize {
+        self.max_tokens - self.pair_special.iter().map(Vec::len).sum::<usize>()
+    }
+
+    /// The tokens of a pair of the first `a` and `b` pieces of two texts.
+    fn pair_of_first_pieces(&self, (first, a): (&[u32], usize), (second, b): (&[u32], usize)) -> Tokens {
         let [before, between, after] = &self.pair_special;
-        let room = self.max_tokens - before.len() - between.len() - after.len();
-        let (a, b) = longest_first(first.len(), second.len(), room);
         let ids = [before, &first[..a], between, &second[..b], after].concat();
         let start_of_second = before.len() + a + between.len();
         Tokens {

@@ -179,6 +179,11 @@ impl Weights {
         &self.prefix
     }
 
+    /// Whether the files have a tensor with this full name.
+    pub fn has(&self, name: &str) -> bool {
+        self.shards.iter().any(|shard| shard.metadata.info(name).is_some())
+    }
+
     fn info(&self, name: &str, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
         self.info_by_full_name(format!("{}{name}", self.prefix), shape)
     }

@@ -1,5 +1,5 @@
 //! Classification of texts: turns `/classify` bodies into token ids, and the labels' logits into response bodies.
-//! Decides the labels' names, and whether softmax or sigmoid is applied to their logits, by `config.json` as the
+//! Decides the labels' names, whether a model classifies by labels of the request (zero-shot), and whether softmax or sigmoid is applied to their logits, by `config.json` as the
 //! transformers library does. Never touches the device.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,9 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::entailment::{self, Entailment};
 use super::names::ServedNames;
+pub use super::probabilities::{sigmoid, softmax};
 use super::sentence_settings::SentenceSettings;
 use super::{
     BRIEF_BODY, OnError, SharedReport, TextInputs, check_text_files, load_text_model, request_text_files,
@@ -22,7 +24,8 @@ use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::labels::{ClassifyRequest, URL, write_labels};
+use crate::protocol::fields::excerpt;
+use crate::protocol::labels::{ClassifyRequest, URL, ZeroShot, write_best_labels, write_labels};
 use crate::protocol::reply::Usage;
 
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
@@ -110,18 +113,6 @@ impl Labels {
     }
 }
 
-/// 1 / (1 + e^-x).
-pub fn sigmoid(x: f32) -> f32 {
-    (1.0 / (1.0 + (-f64::from(x)).exp())) as f32
-}
-
-/// The softmax of `logits`, in place.
-pub fn softmax(logits: &mut [f32]) {
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|x| f64::from(x - largest).exp()).sum();
-    logits.iter_mut().for_each(|x| *x = (f64::from(*x - largest).exp() / sum) as f32);
-}
-
 /// Models that classify texts.
 pub static FAMILY: Family = Family {
     name: "classify",
@@ -139,7 +130,7 @@ pub static FAMILY: Family = Family {
         request_files: request_text_files,
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
-            Labels::read(&files, &spec.source)?;
+            Entailment::read(&files, &Labels::read(&files, &spec.source)?.names)?;
             check_text_files(&files, spec)
         },
     }),
@@ -182,11 +173,12 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
     let labels = Labels::read(&files, &spec.source)?;
+    let entailment = Entailment::read(&files, &labels.names)?;
     let limits = SentenceSettings::limits(&files)?;
     let output = Output::Labels(labels.names.len());
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
-    let processor = LabelProcessor { tokenizer, labels, names, max_inputs: spec.max_inputs };
+    let processor = LabelProcessor { tokenizer, labels, entailment, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
 }
 
@@ -194,6 +186,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
 pub struct LabelProcessor {
     pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     labels: Labels,
+    /// Of a model of natural language inference, which also takes labels of the request.
+    entailment: Option<Entailment>,
     names: ServedNames,
     max_inputs: usize,
 }
@@ -202,6 +196,10 @@ pub struct LabelProcessor {
 pub struct LabelContext {
     top_k: Option<usize>,
     raw_scores: bool,
+    /// The labels of the request, with which its texts were paired.
+    zero_shot: Option<(Entailment, ZeroShot)>,
+    /// Whether the texts came as a list.
+    is_list: bool,
     report: Arc<SharedReport>,
 }
 
@@ -222,7 +220,20 @@ impl Processor for LabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = ClassifyRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let ClassifyRequest { top_k, raw_scores, .. } = request;
+        let ClassifyRequest { top_k, raw_scores, is_list, .. } = request;
+        if let Some(zero_shot) = request.zero_shot.take() {
+            let field = zero_shot.labels.field;
+            let entailment = self.entailment.ok_or_else(|| {
+                let message = format!(
+                    "{field} needs a model of natural language inference, with entailment among its labels; this model has {}",
+                    excerpt(&self.labels.names.join(", "))
+                );
+                TaskError::bad_input(field, message)
+            })?;
+            let (report, inputs) = entailment::inputs(&self.tokenizer, &mut request, &zero_shot)?;
+            let zero_shot = Some((entailment, zero_shot));
+            return Ok((LabelContext { top_k, raw_scores, zero_shot, is_list, report }, inputs));
+        }
         let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
         let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
             let path = || request.path(index);
@@ -230,14 +241,22 @@ impl Processor for LabelProcessor {
             text_input(tokens, request.truncate, path, tokenizer.max_tokens())
         });
         let (report, inputs) = texts.into_inputs()?;
-        Ok((LabelContext { top_k, raw_scores, report }, inputs))
+        Ok((LabelContext { top_k, raw_scores, zero_shot: None, is_list, report }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+        // Each label of a request puts a sentence of its template into the texts.
+        Effort::brief_if(message.body.len() <= BRIEF_BODY && self.entailment.is_none())
     }
 
     fn finish(&self, context: LabelContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        if let Some((entailment, ZeroShot { labels, multi_label })) = context.zero_shot {
+            let of_texts = outputs.chunks(labels.names.len());
+            let scores: Vec<_> = of_texts.map(|logits| entailment.scores(logits, multi_label)).collect();
+            let top_k = context.top_k.unwrap_or(labels.names.len());
+            let written = write_best_labels(&scores, &labels.names, top_k, context.is_list);
+            return written.map(|body| context.report.take().counts.body(body));
+        }
         if !context.raw_scores {
             outputs.iter_mut().for_each(|logits| self.labels.apply_function(logits));
         }
@@ -272,13 +291,5 @@ mod tests {
         assert!(typed("ranking").unwrap_err().contains("\"ranking\""));
         assert!(labels(r#"{"id2label":{"0":"a","7":"b"}}"#).unwrap_err().contains("\"7\""));
         assert!(labels(r#"{"num_labels":18446744073709551615}"#).unwrap_err().contains("at most 1048576"));
-    }
-
-    #[test]
-    fn probabilities_survive_large_numbers() {
-        let mut numbers = [1e30, 1e30, -1e30];
-        softmax(&mut numbers);
-        assert_eq!(numbers, [0.5, 0.5, 0.0]);
-        assert_eq!((sigmoid(1e30), sigmoid(-1e30)), (1.0, 0.0));
     }
 }

@@ -4,6 +4,7 @@
 #[cfg(feature = "candle-transformers")]
 pub mod caption;
 pub mod embed;
+mod entailment;
 pub mod generate;
 pub mod image;
 #[cfg(feature = "candle-transformers")]
@@ -11,7 +12,9 @@ pub mod image_generation;
 pub mod labels;
 mod names;
 pub mod pairs;
+mod probabilities;
 pub(super) mod sentence_settings;
+pub mod sparse;
 pub mod speak;
 #[cfg(feature = "candle-transformers")]
 pub mod text_image;
@@ -69,10 +72,19 @@ pub(super) fn load_text_model(
     limits: TextLimits,
     output: &Output,
 ) -> Result<(TextTokenizer, TextNetwork), LoadError> {
-    let path = files.required("tokenizer.json")?;
-    let tokenizer = TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary)?;
+    let tokenizer = text_tokenizer(files, config, limits)?;
     let network = TextNetwork::load(spec, device, files, config, &tokenizer, output)?;
     Ok((tokenizer, network))
+}
+
+/// Loads the tokenizer of a network for texts.
+fn text_tokenizer(
+    files: &ModelFiles,
+    config: &NetworkConfig,
+    limits: TextLimits,
+) -> Result<TextTokenizer, LoadError> {
+    let path = files.required("tokenizer.json")?;
+    TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary)
 }
 
 /// Prepares each item, given its index. If there are `many` items or more, the threads of the caller's pool share them.

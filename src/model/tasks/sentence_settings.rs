@@ -138,8 +138,7 @@ impl SentenceSettings {
     /// invalid file.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
-        let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
-        let mut prompts = read_prompts(prompts).map_err(&refused)?;
+        let mut prompts = Self::prompts(files, source)?;
         let pooling = match files.json::<Vec<Module>>(MODULES)? {
             None => Pooling { modes: vec![Mode::Mean], normalize: false },
             Some(modules) => {
@@ -158,6 +157,15 @@ impl SentenceSettings {
             }
         };
         Ok(Self { pooling, limits: Self::limits(files)?, prompts })
+    }
+
+    /// Reads only the prompts.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] for a default prompt that does not exist, [`LoadError::File`] for an invalid file.
+    pub fn prompts(files: &ModelFiles, source: &str) -> Result<Prompts, LoadError> {
+        let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
+        read_prompts(prompts).map_err(|reason| LoadError::Unsupported { model: source.into(), reason })
     }
 
     /// Requests the settings files that the model has, without reading their contents.

@@ -26,7 +26,8 @@ use crate::model::{
 };
 use crate::protocol::Value;
 use crate::protocol::embeddings::{self, EmbeddingRequest, Input};
-use crate::protocol::images::{self, write_images};
+use crate::protocol::images;
+use crate::protocol::labels::write_best_labels;
 use crate::protocol::message;
 use crate::protocol::zero_shot::ZeroShotRequest;
 
@@ -273,7 +274,7 @@ impl Processor for TextImageProcessor {
                 let (of_labels, of_images) = outputs.split_at(labels.len());
                 let scores: Vec<Vec<f32>> =
                     of_images.iter().map(|image| self.scores(image, of_labels, raw_scores)).collect();
-                let body = write_images(&scores, &labels, top_k, is_list)?;
+                let body = write_best_labels(&scores, &labels, top_k, is_list)?;
                 Ok(report.take().counts.body(body))
             }
         }
@@ -290,13 +291,14 @@ impl TextImageProcessor {
     fn zero_shot(&self, mut request: ZeroShotRequest) -> Result<Preprocessed<Self>, TaskError> {
         self.names.check(request.model.as_deref())?;
         let images = self.maker.decoder.read_headers(std::mem::take(&mut request.images))?;
-        let products = request.labels.len() * images.len() * self.vectors.width;
-        let sentences = request.labels.iter().map(|label| Item::Text(request.sentence(label)));
+        let products = request.labels.names.len() * images.len() * self.vectors.width;
+        let sentences = request.labels.sentences().map(Item::Text);
         let items: Vec<_> = sentences.chain(images.into_iter().map(Item::Image)).map(Ok).collect();
         let path = |index| format!("labels[{index}]");
         let (report, inputs) = self.inputs(items, OnError::FailTask, request.truncate, path)?;
         let ZeroShotRequest { labels, top_k, is_list, raw_scores, .. } = request;
         let is_slow = products > MAX_QUICK_PRODUCTS;
+        let labels = labels.names;
         let context = RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, is_slow, report };
         Ok((TextImageContext(context), inputs))
     }

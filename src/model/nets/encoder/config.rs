@@ -251,6 +251,8 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         for bias in ["attention_bias", "mlp_bias", "norm_bias", "classifier_bias"] {
             raw.only(bias, &false.into())?;
         }
+        // Of the heads for labels and for masked tokens.
+        raw.only("classifier_activation", &"gelu".into())?;
         (raw.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(raw, layers)?)
     } else {
         (raw.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerPositionTerms::default(); layers])

@@ -10,6 +10,7 @@ mod head;
 mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+pub mod sparse;
 
 use candle_core::{DType, Device};
 

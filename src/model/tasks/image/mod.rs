@@ -28,7 +28,8 @@ use crate::model::{
     Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
 };
-use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
+use crate::protocol::images::{ImageFile, ImagesRequest, URL};
+use crate::protocol::labels::write_best_labels;
 use crate::protocol::{BYTES, Headers, JSON, KOMBU_BYTES};
 
 /// The media types of requests with images. What a file is, its bytes tell. Those with a subtype are found by the ending of
@@ -240,7 +241,7 @@ impl Processor for ImageProcessor {
         if !context.raw_scores {
             outputs.iter_mut().for_each(|logits| self.labels.apply_function(logits));
         }
-        write_images(&outputs, &self.labels.names, context.top_k, context.is_list).map(Body::json)
+        write_best_labels(&outputs, &self.labels.names, context.top_k, context.is_list).map(Body::json)
     }
 }
 

@@ -1,0 +1,448 @@
+//! Sparse vectors of SPLADE: the head of `…ForMaskedLM` computes a logit for each token of a text and each one of the
+//! vocabulary, and over the text's tokens they are pooled into one number for each token of the vocabulary. Decides the
+//! names of the head's tensors, and which numbers of a vector are kept. The network runs on its device, the head on the
+//! host in f32. Owns the head's weights.
+//!
+//! The logits of a whole text never exist at once: they would take 60 MB for 512 tokens and BERT's vocabulary. They are
+//! computed and pooled in tiles, and only the numbers that are not 0 leave this file.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::Device;
+
+use super::config::{Family, NetworkConfig};
+use super::{Output, TextNetwork};
+use crate::model::load::ModelFiles;
+use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::load::weights::{Precision, Weights};
+use crate::model::ops::{Activation, Panels, activate, in_parallel, layer_norm, multiply_rows};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind};
+
+/// Columns of the vocabulary in a tile of logits: their weights fit into a core's cache.
+const TILE_COLUMNS: usize = 1_024;
+/// Tokens in a tile of logits, which takes 256 KiB.
+const TILE_ROWS: usize = 64;
+/// Texts whose vectors are pooled together. Each takes four bytes for each token of the vocabulary until its numbers are
+/// chosen. More texts together read the weights less often.
+const TEXTS: usize = 16;
+/// The most numbers in all vectors of a task. In a reply each takes at most 40 bytes, so that the reply has less than 16
+/// MiB, which RabbitMQ 4 takes by default.
+const MAX_NUMBERS: usize = 400_000;
+
+/// How the logits of a text's tokens become one number for each token of the vocabulary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SparsePooling {
+    /// Whether the numbers of the tokens are added; otherwise the largest is taken.
+    pub sums: bool,
+    /// How often log(1 + x) is applied to max(logit, 0): once (`relu`) or twice (`log1p_relu`).
+    pub logarithms: usize,
+}
+
+impl SparsePooling {
+    /// The number of a logit. It is not NaN unless the logit is.
+    fn number(self, logit: f32) -> f32 {
+        if logit <= 0.0 { 0.0 } else { (0..self.logarithms).fold(logit, |x, _| x.ln_1p()) }
+    }
+}
+
+/// Which numbers of its vectors a task keeps, and how many its vectors have together.
+#[derive(Debug, Default)]
+pub struct Selection {
+    /// The most numbers of a vector: the largest are kept, and of equal ones the first.
+    pub top_k: Option<usize>,
+    /// The smallest number that is kept.
+    pub threshold: f32,
+    /// The numbers in the vectors of the task that exist now.
+    held: AtomicUsize,
+}
+
+impl Selection {
+    /// Keeps the `top_k` largest numbers of a vector that are not below `threshold`.
+    pub fn new(top_k: Option<usize>, threshold: f32) -> Self {
+        Self { top_k, threshold, held: AtomicUsize::new(0) }
+    }
+
+    /// The numbers in the vectors of the task that exist now.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    /// The vector with these numbers, one for each token of the vocabulary.
+    ///
+    /// # Errors
+    /// `Internal` if one is not finite, `TooLarge` if the task's vectors have too many together.
+    fn vector(self: &Arc<Self>, numbers: impl Iterator<Item = f32>) -> Result<SparseVector, TaskError> {
+        let mut pairs: Vec<(u32, f32)> = Vec::new();
+        for (index, number) in numbers.enumerate() {
+            if !number.is_finite() {
+                return Err(TaskError::internal(format!("the model gave {number} for token {index}")));
+            }
+            if number > 0.0 && number >= self.threshold {
+                pairs.push((index as u32, number));
+            }
+        }
+        if let Some(count) = self.top_k.filter(|count| *count < pairs.len()) {
+            pairs.select_nth_unstable_by(count, |(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
+            pairs.truncate(count);
+            pairs.sort_unstable_by_key(|(index, _)| *index);
+        }
+        // The space of numbers that were left out would stay allocated until the reply is written.
+        pairs.shrink_to_fit();
+        let count = self.held.fetch_add(pairs.len(), Ordering::Relaxed) + pairs.len();
+        let vector = SparseVector { pairs, selection: self.clone() };
+        if count > MAX_NUMBERS {
+            let message = format!(
+                "the sparse vectors of the texts have more than {MAX_NUMBERS} numbers together; send fewer texts, or a \
+                 smaller top_k or a larger threshold"
+            );
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
+        }
+        Ok(vector)
+    }
+}
+
+/// One text, with what its task keeps of its vector.
+pub struct SparseInput {
+    /// The text.
+    pub tokens: Tokens,
+    /// That of its task.
+    pub selection: Arc<Selection>,
+}
+
+/// The numbers of a text's vector that are kept.
+#[derive(Debug)]
+pub struct SparseVector {
+    /// Tokens of the vocabulary, in ascending order, and their numbers, all above 0.
+    pairs: Vec<(u32, f32)>,
+    selection: Arc<Selection>,
+}
+
+impl SparseVector {
+    /// Tokens of the vocabulary, in ascending order, and their numbers, all above 0.
+    pub fn pairs(&self) -> &[(u32, f32)] {
+        &self.pairs
+    }
+}
+
+impl Drop for SparseVector {
+    /// A batch may be computed again, so that what its task holds must not count twice.
+    fn drop(&mut self) {
+        self.selection.held.fetch_sub(self.pairs.len(), Ordering::Relaxed);
+    }
+}
+
+/// The names of a head's tensors, and its activation.
+struct Names {
+    dense: &'static str,
+    activation: Activation,
+    norm: &'static str,
+    decoder: &'static str,
+    bias: &'static str,
+}
+
+/// None for an architecture whose head is not served.
+fn names(config: &NetworkConfig) -> Option<Names> {
+    Some(match config.family {
+        Family::Bert => Names {
+            dense: "cls.predictions.transform.dense",
+            activation: config.activation,
+            norm: "cls.predictions.transform.LayerNorm",
+            decoder: "cls.predictions.decoder",
+            bias: "cls.predictions.bias",
+        },
+        Family::DistilBert => Names {
+            dense: "vocab_transform",
+            activation: config.activation,
+            norm: "vocab_layer_norm",
+            decoder: "vocab_projector",
+            bias: "vocab_projector.bias",
+        },
+        Family::Roberta | Family::MpNet => Names {
+            dense: "lm_head.dense",
+            activation: Activation::Gelu,
+            norm: "lm_head.layer_norm",
+            decoder: "lm_head.decoder",
+            bias: "lm_head.bias",
+        },
+        Family::ModernBert => Names {
+            dense: "head.dense",
+            activation: Activation::Gelu,
+            norm: "head.norm",
+            decoder: "decoder",
+            bias: "decoder.bias",
+        },
+        Family::Nomic | Family::Electra | Family::T5 => return None,
+    })
+}
+
+/// Whether the head for masked tokens of this architecture is served.
+pub fn has_head(config: &NetworkConfig) -> bool {
+    names(config).is_some()
+}
+
+/// The head of `…ForMaskedLM`.
+struct MaskedHead {
+    dense: Panels,
+    dense_bias: Vec<f32>,
+    activation: Activation,
+    norm: Vec<f32>,
+    norm_shift: Vec<f32>,
+    eps: f32,
+    /// The vocabulary in blocks of [`TILE_COLUMNS`] tokens; the last may have fewer.
+    decoder: Vec<VocabularyBlock>,
+}
+
+/// Some tokens of the vocabulary.
+struct VocabularyBlock {
+    weights: Panels,
+    bias: Vec<f32>,
+}
+
+impl MaskedHead {
+    /// Reads the head. The decoder's matrix is that of the token embeddings, unless the files have one of its own.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape.
+    fn load(
+        weights: &Weights,
+        config: &NetworkConfig,
+        names: &Names,
+        is_tied: bool,
+    ) -> Result<Self, LoadError> {
+        let NetworkConfig { hidden, vocabulary, family, eps, .. } = *config;
+        let of_weight = |name: &str| format!("{name}.weight");
+        let bias_of = |name: &str| match family {
+            Family::ModernBert => Ok(vec![0.0; hidden]),
+            _ => weights.values(&format!("{name}.bias"), &[hidden]),
+        };
+        let own = of_weight(names.decoder);
+        let matrix = if weights.has(&own) || !is_tied {
+            own
+        } else {
+            format!("{}{}", weights.prefix(), family.token_embeddings())
+        };
+        // Only the decoder's own bias is used. Most files have it by another name, since it is the same.
+        let own = format!("{}.bias", names.decoder);
+        let bias = weights.values(if weights.has(&own) { &own } else { names.bias }, &[vocabulary])?;
+        let matrix = weights.values(&matrix, &[vocabulary, hidden])?;
+        let blocks = matrix.chunks(TILE_COLUMNS * hidden).zip(bias.chunks(TILE_COLUMNS));
+        let block = |(columns, bias): (&[f32], &[f32])| VocabularyBlock {
+            weights: Panels::new(columns, hidden),
+            bias: bias.to_vec(),
+        };
+        Ok(Self {
+            dense: Panels::new(&weights.values(&of_weight(names.dense), &[hidden, hidden])?, hidden),
+            dense_bias: bias_of(names.dense)?,
+            activation: names.activation,
+            norm: weights.values(&of_weight(names.norm), &[hidden])?,
+            norm_shift: bias_of(names.norm)?,
+            eps,
+            decoder: blocks.map(block).collect(),
+        })
+    }
+
+    /// The vectors `[tokens, hidden]` that are multiplied by the vocabulary, from those of the network.
+    fn transformed(&self, rows: &[f32]) -> Vec<f32> {
+        let mut dense = vec![0.0; rows.len()];
+        multiply_rows(rows, &self.dense, &mut dense, |_, block| {
+            activate(block, &self.dense_bias, self.activation);
+        });
+        let mut normed = vec![0.0; rows.len()];
+        layer_norm(&dense, &self.norm, &self.norm_shift, self.eps, &mut normed);
+        normed
+    }
+
+    /// The pooled numbers of texts, given the network's vectors `[tokens, hidden]` of each: for each block of the
+    /// vocabulary [`TILE_COLUMNS`] numbers for each text. Numbers after the vocabulary are 0.
+    fn pooled(&self, texts: &[&[f32]], pooling: SparsePooling) -> Vec<f32> {
+        let texts: Vec<Vec<f32>> = texts.iter().map(|rows| self.transformed(rows)).collect();
+        let mut pooled = vec![0.0; self.decoder.len() * texts.len() * TILE_COLUMNS];
+        let blocks = self.decoder.iter().zip(pooled.chunks_exact_mut(texts.len() * TILE_COLUMNS));
+        in_parallel(blocks, |(block, pooled)| {
+            let mut logits = vec![0.0; TILE_ROWS * TILE_COLUMNS];
+            for (rows, pooled) in texts.iter().zip(pooled.chunks_exact_mut(TILE_COLUMNS)) {
+                block.pool(rows, pooling, &mut logits, &mut pooled[..block.bias.len()]);
+            }
+        });
+        pooled
+    }
+}
+
+impl VocabularyBlock {
+    /// Pools the logits of a text's tokens `rows` `[tokens, hidden]` into `pooled`, which is 0. `logits` is overwritten.
+    fn pool(&self, rows: &[f32], pooling: SparsePooling, logits: &mut [f32], pooled: &mut [f32]) {
+        let width = self.bias.len();
+        for rows in rows.chunks(TILE_ROWS * self.weights.depth()) {
+            let logits = &mut logits[..rows.len() / self.weights.depth() * width];
+            multiply_rows(rows, &self.weights, logits, |_, _| ());
+            for row in logits.chunks_exact(width) {
+                let logits = row.iter().zip(&self.bias).map(|(x, bias)| x + bias);
+                let all = pooled.iter_mut().zip(logits);
+                if pooling.sums {
+                    all.for_each(|(sum, logit)| *sum += pooling.number(logit));
+                } else {
+                    // `f32::max` would drop NaN.
+                    all.for_each(|(largest, logit)| {
+                        if logit > *largest || logit.is_nan() {
+                            *largest = logit;
+                        }
+                    });
+                }
+            }
+        }
+        if !pooling.sums {
+            pooled.iter_mut().for_each(|number| *number = pooling.number(*number));
+        }
+    }
+}
+
+/// An encoder with the head of `…ForMaskedLM`, which computes a sparse vector for each text.
+pub struct SparseNetwork {
+    tokens: TextNetwork,
+    head: MaskedHead,
+    pooling: SparsePooling,
+}
+
+impl SparseNetwork {
+    /// Loads the network onto its device, and compares its results with those of a CPU, as [`TextNetwork::load`] does.
+    /// Without `is_tied`, the decoder must have a matrix of its own.
+    ///
+    /// # Errors
+    /// As [`TextNetwork::load`].
+    pub(in crate::model) fn load(
+        spec: &LoadSpec,
+        device: &Device,
+        files: &ModelFiles,
+        config: &NetworkConfig,
+        tokenizer: &TextTokenizer,
+        (pooling, is_tied): (SparsePooling, bool),
+    ) -> Result<Self, LoadError> {
+        let names = names(config).ok_or_else(|| LoadError::Unsupported {
+            model: spec.source.clone(),
+            reason: "the head for masked tokens of this architecture is not served".to_owned(),
+        })?;
+        let tokens = TextNetwork::load(spec, device, files, config, tokenizer, &Output::Tokens)?;
+        let (base, marker) = (config.family.base(), config.family.token_embeddings());
+        let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
+        Ok(Self { tokens, head: MaskedHead::load(&weights, config, &names, is_tied)?, pooling })
+    }
+
+    /// The vectors of texts, given the network's vectors of the tokens of each.
+    fn vectors(&self, inputs: &[&SparseInput], rows: &[&[f32]]) -> Vec<Result<SparseVector, TaskError>> {
+        let mut vectors = Vec::with_capacity(inputs.len());
+        for (inputs, rows) in inputs.chunks(TEXTS).zip(rows.chunks(TEXTS)) {
+            let pooled = self.head.pooled(rows, self.pooling);
+            for (index, input) in inputs.iter().enumerate() {
+                let tiles = pooled.chunks_exact(TILE_COLUMNS).skip(index).step_by(inputs.len());
+                vectors.push(input.selection.vector(tiles.flatten().copied()));
+            }
+        }
+        vectors
+    }
+}
+
+impl Forward for SparseNetwork {
+    type Input = SparseInput;
+    type Output = SparseVector;
+    type Pending = Vec<Result<SparseVector, TaskError>>;
+
+    fn submit(&mut self, inputs: &[&SparseInput]) -> Result<Self::Pending, ForwardError> {
+        let texts: Vec<&Tokens> = inputs.iter().map(|input| &input.tokens).collect();
+        let computed = self.tokens.forward(&texts)?;
+        let good: Vec<(&SparseInput, &[f32])> = inputs
+            .iter()
+            .zip(&computed)
+            .filter_map(|(input, rows)| Some((*input, &**rows.as_ref().ok()?)))
+            .collect();
+        let (good_inputs, rows): (Vec<_>, Vec<_>) = good.into_iter().unzip();
+        let mut vectors = self.vectors(&good_inputs, &rows).into_iter();
+        let outputs = computed.into_iter().map(|rows| match rows {
+            Ok(_) => vectors.next().unwrap_or_else(|| Err(TaskError::internal("a vector is missing"))),
+            Err(error) => Err(error),
+        });
+        Ok(outputs.collect())
+    }
+
+    fn wait(&mut self, pending: Self::Pending) -> Result<Self::Pending, ForwardError> {
+        Ok(pending)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of which many are 0 and many are equal.
+    fn numbers(seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_769).wrapping_add(1);
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state >> 16
+        };
+        let count = next() % 200;
+        (0..count).map(|_| (next() % 17).saturating_sub(8) as f32 / 4.0).collect()
+    }
+
+    fn pairs(selection: Selection, numbers: &[f32]) -> Vec<(u32, f32)> {
+        Arc::new(selection).vector(numbers.iter().copied()).unwrap().pairs().to_vec()
+    }
+
+    #[test]
+    fn all_numbers_above_0_are_kept_in_the_order_of_their_tokens() {
+        for seed in 0..100 {
+            let numbers = numbers(seed);
+            let expected: Vec<(u32, f32)> =
+                (0..).zip(numbers.iter().copied()).filter(|(_, number)| *number > 0.0).collect();
+            assert_eq!(pairs(Selection::default(), &numbers), expected, "{seed}");
+        }
+    }
+
+    #[test]
+    fn top_k_keeps_the_largest_and_of_equal_ones_the_first_and_threshold_those_not_below_it() {
+        for seed in 0..300 {
+            let numbers = numbers(seed);
+            let (top_k, threshold) = (1 + seed as usize % 60, (seed % 5) as f32 / 4.0);
+            let mut expected: Vec<(u32, f32)> = (0..).zip(numbers.iter().copied()).collect();
+            expected.retain(|(_, number)| *number > 0.0 && *number >= threshold);
+            // The sort is stable.
+            expected.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+            expected.truncate(top_k);
+            expected.sort_by_key(|(index, _)| *index);
+            assert_eq!(pairs(Selection::new(Some(top_k), threshold), &numbers), expected, "{seed}");
+        }
+    }
+
+    #[test]
+    fn the_numbers_of_a_task_are_bounded_together_and_vectors_that_are_gone_do_not_count() {
+        let selection = Arc::new(Selection::default());
+        let ones = |count: usize| std::iter::repeat_n(1.0, count);
+        let first = selection.vector(ones(MAX_NUMBERS - 10)).unwrap();
+        let last = selection.vector(ones(10)).unwrap();
+        let error = selection.vector(ones(1)).unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::TooLarge);
+        assert!(error.message.contains("more than 400000 numbers together"), "{error}");
+        assert_eq!(selection.held(), MAX_NUMBERS);
+        drop(first);
+        assert_eq!(selection.held(), 10);
+        assert!(selection.vector(ones(100)).is_ok());
+        drop(last);
+        assert_eq!(selection.held(), 0);
+        let other = Arc::new(Selection::new(Some(3), 0.0));
+        assert_eq!(other.vector(ones(MAX_NUMBERS + 1)).unwrap().pairs(), [(0, 1.0), (1, 1.0), (2, 1.0)]);
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_is_an_error_in_either_pooling() {
+        for (sums, bad) in
+            [(false, f32::NAN), (true, f32::NAN), (false, f32::INFINITY), (true, f32::INFINITY)]
+        {
+            let pooling = SparsePooling { sums, logarithms: 1 };
+            let block = VocabularyBlock { weights: Panels::new(&[1.0, 1.0], 1), bias: vec![0.0, 1.0] };
+            let (mut logits, mut pooled) = ([0.0; 6], [0.0; 2]);
+            block.pool(&[1.0, bad, 2.0], pooling, &mut logits, &mut pooled);
+            let error = Arc::new(Selection::default()).vector(pooled.into_iter()).unwrap_err();
+            assert_eq!(error.kind, TaskErrorKind::Internal, "{sums} {bad}");
+        }
+    }
+}
