@@ -36,6 +36,7 @@ POOLS = {
     "caption": ROOT / "tests/fixtures/tiny-blip",
     "rerank": ROOT / "tests/fixtures/score-bert",
     "classify": ROOT / "tests/fixtures/score-roberta",
+    "token-labels": ROOT / "tests/fixtures/token-bert",
     "echo": "echo",
     "script": "script",
 }

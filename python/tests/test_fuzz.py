@@ -86,6 +86,10 @@ CALLS: list[tuple[Callable[[_task.Defaults], _task.Call[Any]], Any]] = [
         {"data": [{"index": 0, "label": "l", "probs": [0.5, 0.5], "labels": [{"label": "l", "score": 0.5}]}]},
     ),
     (
+        lambda client: _task.token_labels(client, ["a"], 8, {}),
+        [[{"entity_group": "PER", "score": 0.5, "word": "a", "start": 0, "end": 1}]],
+    ),
+    (
         lambda client: _task.rerank(client, "q", ["a", "b"], {}),
         {"results": [{"index": 1, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.1}]},
     ),

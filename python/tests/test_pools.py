@@ -175,6 +175,20 @@ def test_rerank_score_classify(client: Any) -> None:
     assert len(top.labels) == 2 and top.labels[0] == (top.label, pytest.approx(top.score))
 
 
+def test_token_labels(client: Any) -> None:
+    labels = client.with_options(queue="token-labels")
+    found = labels.token_labels(TEXTS, rows_per_task=5)
+    assert len(found) == len(TEXTS) and any(found)
+    for text, entities in zip(TEXTS, found):
+        for one in entities:
+            assert one.label in ("PER", "LOC") and 0 < one.score <= 1 and one.index is None
+            assert 0 <= one.start < one.end <= len(text)
+    [tokens] = labels.token_labels(["wax and wick"], aggregation_strategy="none", ignore_labels=[])
+    assert [one.index for one in tokens] == list(range(1, len(tokens) + 1))
+    with pytest.raises(BadRequest, match="stride is 62"):
+        labels.token_labels(["wax"], stride=62)
+
+
 @pytest.mark.parametrize(
     ("name", "label"), [("cat.jpg", "cat"), ("coffee.webp", "espresso"), ("rocket.png", "missile")]
 )
