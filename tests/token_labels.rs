@@ -22,6 +22,8 @@ const MODELS: [&str; 7] = [
 ];
 
 type Model = (TokenLabelProcessor, TextNetwork);
+/// A preprocessed task, whose inputs are all made.
+type Prepared = (<TokenLabelProcessor as Processor>::Context, Vec<SizedInput<Tokens>>);
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -33,10 +35,7 @@ fn load(name: &str) -> Model {
     token_labels::load(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-fn preprocess(
-    processor: &TokenLabelProcessor,
-    body: &Value,
-) -> Result<(<TokenLabelProcessor as Processor>::Context, Vec<SizedInput<Tokens>>), TaskError> {
+fn preprocess(processor: &TokenLabelProcessor, body: &Value) -> Result<Prepared, TaskError> {
     let message = Message { body: body.to_string().into(), ..Message::default() };
     let (context, inputs) = processor.preprocess(&message)?;
     Ok((context, inputs.all()?))
@@ -105,7 +104,13 @@ fn entities_are_those_of_the_transformers_library_together_and_alone() {
         let mut model = load(name);
         let cases = cases(name);
         assert!(cases.len() > 50, "{name}");
-        for options in cases.iter().map(|case| &case["options"]).collect::<std::collections::HashSet<_>>() {
+        let mut all_options: Vec<&Value> = Vec::new();
+        for options in cases.iter().map(|case| &case["options"]) {
+            if !all_options.contains(&options) {
+                all_options.push(options);
+            }
+        }
+        for options in all_options {
             let alike: Vec<&Value> = cases.iter().filter(|case| &case["options"] == options).collect();
             let body = |input: Value| {
                 let mut body = options.clone();
@@ -156,7 +161,7 @@ fn a_long_text_is_cut_and_counted_or_read_in_windows_or_refused() {
     let whole = reply(&mut model, &whole).expect("a reply");
     assert!(!whole.headers.contains_key("truncated"));
     let entities: Vec<Value> = serde_json::from_slice(&whole.bytes).expect("JSON");
-    assert!(entities.last().is_some_and(|last| last["end"].as_u64() > Some(long.len() as u64 - 14)));
+    assert!(entities.last().is_some_and(|last| last["end"].as_u64() > Some(2_400)));
 }
 
 #[test]
@@ -169,7 +174,7 @@ fn windows_and_bytes_of_a_text_are_bounded_before_they_cost_anything() {
     let error = refused(&mut model, &json!({"input": ["b", text], "stride": 61}));
     assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("input[1]")));
     assert!(error.message.contains("10000 tokens, which are 9939 windows"), "{error}");
-    let error = refused(&mut model, &json!({"input": ["a ".repeat(1_500); 4], "stride": 59}));
+    let error = refused(&mut model, &json!({"input": vec!["a ".repeat(1_500); 5], "stride": 59}));
     assert_eq!(error.kind, TaskErrorKind::TooLarge, "{error}");
     assert!(error.message.contains("more than 2000 windows together"), "{error}");
     let text = "a ".repeat(1 << 20);
@@ -200,7 +205,7 @@ fn a_long_text_in_windows_is_prepared_apart_from_other_tasks() {
 #[test]
 fn a_reply_that_would_be_too_large_is_refused() {
     let mut model = load("token-bert");
-    let texts = vec![". ".repeat(60); 1_900];
+    let texts = vec![". ".repeat(62); 1_990];
     let body = json!({"input": texts, "aggregation_strategy": "none", "ignore_labels": []});
     let error = refused(&mut model, &body);
     assert_eq!(error.kind, TaskErrorKind::TooLarge);

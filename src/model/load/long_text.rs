@@ -145,7 +145,7 @@ mod tests {
         let seen = RefCell::new(0);
         let encode = |part: &str| {
             *seen.borrow_mut() += part.len();
-            Ok::<_, Infallible>(part.split_whitespace().map(|_| 1).collect())
+            Ok::<Vec<u32>, Infallible>(part.split_whitespace().map(|_| 1).collect())
         };
         let text = format!("a{}b", " ".repeat(8 << 20));
         for side in [Side::Beginning, Side::End] {

@@ -190,7 +190,8 @@ impl Preparation {
         }
         let spans = windows.iter().flat_map(|window| window.spans.iter().flatten());
         let end = spans.map(|span| span[1] as usize).max().unwrap_or(0);
-        let characters: Vec<char> = text.chars().take(end).collect();
+        // A token without characters may be followed by a space.
+        let characters: Vec<char> = text.chars().take(end + 1).collect();
         let tokens = windows.iter().map(|window| self.tokens(window, &characters)).collect();
         // What was cut off is not kept.
         if let Some((end, _)) = text.char_indices().nth(end) {
