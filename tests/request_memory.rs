@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
 
-use sconce::model::tasks::{embed, generate, labels, pairs, sparse};
+use sconce::model::tasks::{embed, generate, labels, pairs, sparse, token_labels};
 use sconce::model::{Device, Inputs, LoadSpec, Processor};
 use sconce::protocol::{Headers, Message, Properties, TaskError, TaskErrorKind};
 
@@ -224,6 +224,19 @@ fn a_request_for_vectors_or_labels_holds_no_multiple_of_its_body() {
         ("many texts", zero_shot(format!(r#"{}"""#, many(r#""","#, 20_000)))),
     ];
     check(&processor, "/classify", cases, 4);
+    let (processor, _) = token_labels::load(&spec("token-bert"), &Device::Cpu).expect("a model of the tests");
+    let texts = format!("[{}]", vec![format!("\"{}\"", "a b ".repeat(1_000)); INPUTS - 100].join(","));
+    let window = format!("\"{}\"", "a b ".repeat(60_000));
+    let mut cases = of_any("input");
+    cases.extend([
+        ("many labels", format!(r#"{{"input":"a","ignore_labels":[{}""]}}"#, many(r#""","#, 100))),
+        ("long texts", format!(r#"{{"input":{texts}}}"#)),
+        ("texts in windows", format!(r#"{{"input":{texts},"stride":1}}"#)),
+        ("long texts in windows", format!(r#"{{"input":[{window}],"stride":20}}"#)),
+        ("labels beside windows", format!(r#"{{"input":{window},"stride":1,"ignore_labels":[]}}"#)),
+    ]);
+    // The library keeps 200 bytes of each byte of a text of 256 KiB at most.
+    check(&processor, "/token-classification", cases, 10);
     let (processor, _) = pairs::load(&spec("score-bert"), &Device::Cpu).expect("a model of the tests");
     let documents = vec!["\"a b c\""; INPUTS].join(",");
     let cases = vec![

@@ -38,6 +38,7 @@ POOLS = {
     "classify": ROOT / "tests/fixtures/score-roberta",
     "inference": ROOT / "tests/fixtures/score-nli-bert",
     "sparse": ROOT / "tests/fixtures/sparse-bert",
+    "token-labels": ROOT / "tests/fixtures/token-bert",
     "echo": "echo",
     "script": "script",
 }

@@ -88,6 +88,10 @@ CALLS: list[tuple[Callable[[_task.Defaults], _task.Call[Any]], Any]] = [
     (lambda client: _task.classify_by(client, ["a"], ["x"], 8, {}), [[{"label": "x", "score": 0.5}]]),
     (lambda client: _task.embed_sparse(client, ["a"], 8, {}), [[{"index": 7, "value": 0.5}]]),
     (
+        lambda client: _task.token_labels(client, ["a"], 8, {}),
+        [[{"entity_group": "PER", "score": 0.5, "word": "a", "start": 0, "end": 1}]],
+    ),
+    (
         lambda client: _task.rerank(client, "q", ["a", "b"], {}),
         {"results": [{"index": 1, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.1}]},
     ),

@@ -201,6 +201,18 @@ def test_sparse_vectors(client: Any) -> None:
     assert best == dict(sorted(sorted(found[0].items(), key=lambda pair: -pair[1])[:3]))
     with pytest.raises(BadRequest, match="threshold"):
         sparse.embed_sparse(["wax"], threshold=-1)
+def test_token_labels(client: Any) -> None:
+    labels = client.with_options(queue="token-labels")
+    found = labels.token_labels(TEXTS, rows_per_task=5)
+    assert len(found) == len(TEXTS) and any(found)
+    for text, entities in zip(TEXTS, found):
+        for one in entities:
+            assert one.label in ("PER", "LOC") and 0 < one.score <= 1 and one.index is None
+            assert 0 <= one.start < one.end <= len(text)
+    [tokens] = labels.token_labels(["wax and wick"], aggregation_strategy="none", ignore_labels=[])
+    assert [one.index for one in tokens] == list(range(1, len(tokens) + 1))
+    with pytest.raises(BadRequest, match="stride is 62"):
+        labels.token_labels(["wax"], stride=62)
 
 
 @pytest.mark.parametrize(

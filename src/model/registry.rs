@@ -7,7 +7,7 @@ use super::family::{Description, Family, FileRules, Format, LIBRARY_CONFIG, MODU
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
 use super::tasks::{caption, image_generation, text_image};
-use super::tasks::{embed, generate, image, labels, pairs, sparse, speak, transcribe};
+use super::tasks::{embed, generate, image, labels, pairs, sparse, speak, token_labels, transcribe};
 use super::testing::{echo, script};
 use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
 
@@ -35,6 +35,7 @@ pub fn register(families: &mut impl Register) {
     families.one_pass(&labels::FAMILY, labels::load);
     families.one_pass(&embed::FAMILY, embed::load);
     families.one_pass(&sparse::FAMILY, sparse::load);
+    families.one_pass(&token_labels::FAMILY, token_labels::load);
     families.one_pass(&image::FAMILY, image::load);
     #[cfg(feature = "candle-transformers")]
     families.one_pass(&text_image::FAMILY, text_image::load);

@@ -57,7 +57,8 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     assert!(error.contains("\"bart\"") && error.contains("xlm-roberta, camembert"), "{error}");
     assert_eq!(error.matches("camembert").count(), 1, "{error}");
     assert!(
-        error.contains("for rerank, classify, embed, embed_sparse: bert") && error.contains("docs/own-models.md"),
+        error.contains("for rerank, classify, embed, embed_sparse, token-classification: bert")
+            && error.contains("docs/own-models.md"),
         "{error}"
     );
     let error = family(r#"{"model_type":"bart","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
@@ -123,7 +124,7 @@ fn a_head_whose_weights_would_be_ignored_is_refused_unless_the_task_asks_for_it(
     let config =
         |kind: &str, class: &str| format!(r#"{{"model_type":"{kind}","architectures":["{class}"]}}"#);
     for (kind, class) in [
-        ("bert", "BertForTokenClassification"),
+        ("bert", "BertForMultipleChoice"),
         ("roberta", "RobertaForQuestionAnswering"),
         ("qwen3", "Qwen3ForSequenceClassification"),
         ("llama", "LlamaForTokenClassification"),
@@ -132,6 +133,8 @@ fn a_head_whose_weights_would_be_ignored_is_refused_unless_the_task_asks_for_it(
         assert!(error.contains(&format!("the head of {class} is not served")), "{error}");
     }
     let tokens = config("bert", "BertForTokenClassification");
+    let labels = "the labels are called LABEL_0 and so on: config.json has no id2label".to_owned();
+    assert_eq!(assumed(&tokens, None, None), Ok(("token-classification", vec![labels])));
     let (family, assumptions) = assumed(&tokens, None, Some("embed")).unwrap();
     assert!(family == "embed" && assumptions.len() == 2, "{assumptions:?}");
 }

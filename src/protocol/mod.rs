@@ -26,6 +26,7 @@ pub mod speech;
 pub mod stats;
 pub mod task;
 pub mod task_error;
+pub mod token_labels;
 pub mod transcriptions;
 pub mod zero_shot;
 

@@ -10,7 +10,7 @@ use super::batch_line::{RequestBody, is_json_object};
 use super::requests::text_in;
 use super::{
     captions, embeddings, from_base64, generate, image_generation, labels, rerank, sparse, speech,
-    transcriptions,
+    token_labels, transcriptions,
 };
 
 named! {
@@ -62,9 +62,12 @@ impl FileFormat {
             image_generation::URL => &[Self::Png, Self::Json],
             generate::CHAT_URL | generate::COMPLETIONS_URL | captions::URL => &[Self::Text, Self::Json],
             // That of images is the same as that of labels.
-            embeddings::URL | rerank::RERANK_URL | rerank::SCORE_URL | labels::URL | sparse::URL => {
-                &[Self::Json]
-            }
+            embeddings::URL
+            | rerank::RERANK_URL
+            | rerank::SCORE_URL
+            | labels::URL
+            | sparse::URL
+            | token_labels::URL => &[Self::Json],
             _ => return None,
         })
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._reply import Classified, Label, Part, Ranked, Reply, Segment, Transcript, Word
+from ._reply import Classified, Entity, Label, Part, Ranked, Reply, Segment, Transcript, Word
 from .errors import (
     BadReply,
     BadRequest,
@@ -48,6 +48,7 @@ __all__ = [
     "Client",
     "ClientClosed",
     "ConnectionFailed",
+    "Entity",
     "Expired",
     "Failed",
     "InputError",

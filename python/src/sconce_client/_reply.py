@@ -202,6 +202,24 @@ class Classified:
     """The `top_k` best labels, likeliest first; empty unless `top_k` is given."""
 
 
+@dataclass(frozen=True)
+class Entity:
+    """What a model of labels of tokens finds in a text: a name, or a token by itself."""
+
+    label: str
+    """The kind of the entity; with `aggregation_strategy="none"` the label of the token."""
+    score: float
+    """Its probability."""
+    word: str
+    """What the model's tokenizer makes of its tokens; `text[start:end]` is as the text has it."""
+    start: int
+    """The first character of the text."""
+    end: int
+    """The character after the last."""
+    index: int | None = None
+    """The index of a token; None of an entity."""
+
+
 def _text(choice: Mapping[str, Any]) -> str:
     """The text of a choice of any of OpenAI's bodies for text."""
     with reading("the text of a choice"):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Un
 
 from . import _wire
 from ._base import BadReply, reading
-from ._reply import Classified, Label, Ranked, Reply, Segment, Transcript, Word
+from ._reply import Classified, Entity, Label, Ranked, Reply, Segment, Transcript, Word
 from .errors import BadRequest, InputError, ReplyWarning, TaskError, TextsTruncated, TooLarge
 
 if TYPE_CHECKING:
@@ -340,6 +340,35 @@ def classify(client: Defaults, texts: Iterable[str], rows: int, more: Mapping[st
         ]
 
     return Call(tasks, gather, failed)
+
+
+def token_labels(client: Defaults, texts: Iterable[str], rows: int, more: Mapping[str, Any]) -> Call[list[list[Entity]]]:
+    """`rows` texts a task."""
+    fixed = fields(more)
+    counts: list[int] = []
+
+    def tasks() -> Iterator[Task]:
+        for pack in text_packs(texts, rows):
+            counts.append(len(pack))
+            yield client._task({"input": pack, **fixed}, url="/token-classification")
+
+    def failed(number: int, error: TaskError) -> TaskError:
+        raise error.moved(number * rows)
+
+    def entity(item: Mapping[str, Any]) -> Entity:
+        label = item["entity_group"] if "entity_group" in item else item["entity"]
+        return Entity(label, item["score"], item["word"], item["start"], item["end"], item.get("index"))
+
+    def gather(replies: Sequence[Answer]) -> list[list[Entity]]:
+        found: list[list[Entity]] = []
+        for count, reply in zip(counts, replies):
+            lists = reply.json() if isinstance(reply, Reply) else []
+            if len(lists) != count:
+                raise BadReply(f"the reply has the entities of {len(lists)} texts for {count}")
+            found += [[entity(item) for item in items] for items in lists]
+        return found
+
+    return Call(tasks(), gather, failed)
 
 
 def rerank(client: Defaults, query: str, documents: Iterable[str], more: Mapping[str, Any]) -> Call[list[Ranked]]:

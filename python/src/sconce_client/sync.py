@@ -26,7 +26,7 @@ from pika.channel import Channel
 from pika.exceptions import AMQPError
 
 from . import _broker, _frames, _task, _wire, errors
-from ._reply import Classified, Label, Part, Ranked, Reply, Transcript
+from ._reply import Classified, Entity, Label, Part, Ranked, Reply, Transcript
 from ._task import Answer, Body, Call, Defaults, File, Messages, Prompt, Task, TaskOptions, Texts
 from ._wire import Runs
 from .errors import InputError, TaskError
@@ -197,6 +197,13 @@ class Client(Defaults):
         if labels is not None:
             return self._gather(_task.classify_by(self, texts, labels, rows_per_task, more))
         return self._gather(_task.classify(self, texts, rows_per_task, more))
+
+    def token_labels(
+        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
+    ) -> list[list[Entity]]:
+        """The names and other entities in each text, in order. `more` are the fields of such a request:
+        `aggregation_strategy`, `ignore_labels`, and `stride`, with which long texts are read in windows."""
+        return self._gather(_task.token_labels(self, texts, rows_per_task, more))
 
     def classify_image(
         self, image: File, content_type: str | None = None, *, top_k: int | None = None, **more: Any

@@ -5,7 +5,7 @@
 const FIRST_BYTES: usize = 16;
 
 /// The most bytes of a text that are tokenised, unless [`MAX_BYTES_PER_TOKEN`] allows more.
-const MAX_BYTES: usize = 256 << 10;
+pub const MAX_BYTES: usize = 256 << 10;
 /// The most bytes of a text that are tokenised for each token that fits.
 const MAX_BYTES_PER_TOKEN: usize = 256;
 
@@ -32,11 +32,29 @@ impl Side {
     }
 }
 
+/// The ids of a text, alone or with their places in it.
+pub trait Ids {
+    /// The number of ids.
+    fn count(&self) -> usize;
+}
+
+impl Ids for Vec<u32> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
+impl Ids for tokenizers::Encoding {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
 /// The ids of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TextIds {
+pub struct TextIds<I = Vec<u32>> {
     /// All ids, or the ids at one side, more than twice as many as requested.
-    pub ids: Vec<u32>,
+    pub ids: I,
     /// Whether these are all ids of the text.
     pub is_whole: bool,
 }
@@ -62,12 +80,12 @@ pub enum NoIds<E> {
 ///
 /// # Errors
 /// [`NoIds`].
-pub fn ids_of<E>(
+pub fn ids_of<I: Ids, E>(
     text: &str,
     max_ids: usize,
     side: Side,
-    encode: impl Fn(&str) -> Result<Vec<u32>, E>,
-) -> Result<TextIds, NoIds<E>> {
+    encode: impl Fn(&str) -> Result<I, E>,
+) -> Result<TextIds<I>, NoIds<E>> {
     // Short texts are always tokenised whole.
     let mut bytes = max_ids.max(64).saturating_mul(FIRST_BYTES);
     let max_bytes = max_ids.saturating_mul(MAX_BYTES_PER_TOKEN).max(MAX_BYTES);
@@ -75,11 +93,11 @@ pub fn ids_of<E>(
         let part = side.part(text, bytes);
         let ids = encode(part).map_err(NoIds::Failed)?;
         let is_whole = part.len() == text.len();
-        if is_whole || ids.len() > max_ids.saturating_mul(2) {
+        if is_whole || ids.count() > max_ids.saturating_mul(2) {
             return Ok(TextIds { ids, is_whole });
         }
         if bytes >= max_bytes {
-            return Err(NoIds::TooFewTokens { read: part.len(), tokens: ids.len() });
+            return Err(NoIds::TooFewTokens { read: part.len(), tokens: ids.count() });
         }
         bytes = bytes.saturating_mul(2).min(max_bytes);
     }
@@ -127,7 +145,7 @@ mod tests {
         let seen = RefCell::new(0);
         let encode = |part: &str| {
             *seen.borrow_mut() += part.len();
-            Ok::<_, Infallible>(part.split_whitespace().map(|_| 1).collect())
+            Ok::<Vec<u32>, Infallible>(part.split_whitespace().map(|_| 1).collect())
         };
         let text = format!("a{}b", " ".repeat(8 << 20));
         for side in [Side::Beginning, Side::End] {

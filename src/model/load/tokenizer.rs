@@ -3,11 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use tokenizers::Tokenizer;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
+use tokenizers::{
+    Decoder as _, Encoding, ModelWrapper, PostProcessor as _, PostProcessorWrapper, Tokenizer,
+    TruncationDirection,
+};
 
 use super::fast_word_piece::FastWordPiece;
-use super::long_text::{NoIds, Side, ids_of};
+use super::long_text::{MAX_BYTES, NoIds, Side, ids_of};
 use crate::model::{LoadError, TaskError, TaskErrorKind};
 
 /// One text or pair of texts for a network.
@@ -22,6 +25,30 @@ pub struct Tokens {
     pub truncated: bool,
 }
 
+/// The tokens of a text or of a part of it, with their places in the text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// The tokens for the network, special ones included.
+    pub tokens: Tokens,
+    /// For each token the characters of the text that it stands for, `[start, end]`; none for the special tokens that are
+    /// added to the text.
+    pub spans: Vec<Option<[u32; 2]>>,
+}
+
+/// How a text is read that is longer than the model takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reading {
+    /// It is cut.
+    Cut,
+    /// It is read in windows, each as long as the model takes.
+    Windows {
+        /// The number of tokens that two neighbouring windows share.
+        stride: usize,
+        /// The most windows.
+        max_windows: usize,
+    },
+}
+
 /// A model's settings for texts, besides those of its tokenizer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TextLimits {
@@ -33,7 +60,10 @@ pub struct TextLimits {
 
 /// A model's tokenizer and its limits.
 pub struct TextTokenizer {
+    /// Without its post-processor, which would have an effect on the places of tokens only.
     tokenizer: Tokenizer,
+    /// Adds special tokens to an encoding, and with some tokenizers moves the places of tokens.
+    post_processor: Option<PostProcessorWrapper>,
     fast: Option<FastWordPiece>,
     /// The special tokens before and after a text.
     special: [Vec<u32>; 2],
@@ -101,9 +131,12 @@ impl TextTokenizer {
         if max_tokens <= special_count {
             return Err(fault(format!("no text fits into {max_tokens} tokens")));
         }
+        let post_processor = tokenizer.get_post_processor().cloned();
+        tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         Ok(Self {
             fast: FastWordPiece::new(&tokenizer),
             tokenizer,
+            post_processor,
             special: [before, after],
             pair_special: [before_pair, between, after_pair],
             has_token_types: two.get_type_ids().contains(&1),
@@ -123,7 +156,6 @@ impl TextTokenizer {
     }
 
     /// The id of a token, also of a special one.
-    #[cfg(feature = "candle-transformers")]
     pub fn id_of_token(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
     }
@@ -136,6 +168,34 @@ impl TextTokenizer {
     pub fn decode(&self, ids: &[u32]) -> Result<String, TaskError> {
         let text = self.tokenizer.decode(ids, true);
         text.map_err(|error| TaskError::internal(format!("the tokenizer failed: {error}")))
+    }
+
+    /// The token with an id, as it is in the vocabulary; empty for an id that it lacks.
+    pub fn token(&self, id: u32) -> String {
+        self.tokenizer.id_to_token(id).unwrap_or_default()
+    }
+
+    /// The text that the tokenizer's decoder makes of tokens, which are given as they are in the vocabulary. Without a
+    /// decoder they are joined by spaces, as in the transformers library.
+    ///
+    /// # Errors
+    /// `Internal` if the decoder fails.
+    pub fn join(&self, tokens: Vec<String>) -> Result<String, TaskError> {
+        match self.tokenizer.get_decoder() {
+            Some(decoder) => decoder.decode(tokens).map_err(|error| no_ids(NoIds::Failed(error))),
+            None => Ok(tokens.join(" ")),
+        }
+    }
+
+    /// Whether tokens that continue a word begin with a prefix, such as `##`.
+    pub fn has_prefix_of_continuations(&self) -> bool {
+        match self.tokenizer.get_model() {
+            ModelWrapper::WordPiece(model) => !model.continuing_subword_prefix.is_empty(),
+            ModelWrapper::BPE(model) => {
+                model.continuing_subword_prefix.as_ref().is_some_and(|prefix| !prefix.is_empty())
+            }
+            _ => false,
+        }
     }
 
     /// Token ids are below this number.
@@ -175,15 +235,94 @@ impl TextTokenizer {
                 ids
             }
         };
-        match ids.iter().find(|id| **id >= self.vocabulary) {
-            Some(id) => {
-                let vocabulary = self.vocabulary;
-                let message =
-                    format!("the tokenizer gave the id {id}; this model has ids below {vocabulary}");
-                Err(TaskError::internal(message))
+        self.check_made(&ids)?;
+        Ok(ids)
+    }
+
+    /// The tokens of a text with their places in it. It is one window unless the text is longer than the model takes and
+    /// `reading` is [`Reading::Windows`]. The windows and places are those of the transformers library.
+    ///
+    /// # Errors
+    /// `TooLarge` with the numbers for more windows than `max_windows`, and for a text that is read in windows and has more
+    /// bytes than are tokenised at once. `BadInput` if `stride` leaves no room for further tokens. `Internal` if the
+    /// tokenizer fails, or gives no tokens or an id outside the vocabulary.
+    pub fn windows(&self, text: &str, reading: Reading) -> Result<Vec<Window>, TaskError> {
+        let room = self.room();
+        let encode = |text: &str| self.tokenizer.encode_char_offsets(text, false);
+        let (mut encoding, stride) = match reading {
+            Reading::Cut => (ids_of(text, room + 1, Side::Beginning, encode).map_err(no_ids)?.ids, 0),
+            Reading::Windows { stride, max_windows } => {
+                self.check_stride(stride)?;
+                if text.len() > MAX_BYTES {
+                    let bytes = text.len();
+                    return Err(too_large(format!(
+                        "the text has {bytes} bytes; with stride at most {MAX_BYTES} are allowed"
+                    )));
+                }
+                let encoding = encode(text).map_err(|error| no_ids(NoIds::Failed(error)))?;
+                let tokens = encoding.len();
+                let windows = 1 + tokens.saturating_sub(room).div_ceil(room - stride);
+                if windows > max_windows {
+                    return Err(too_large(format!(
+                        "the text has {tokens} tokens, which are {windows} windows of {room} tokens with {stride} in common; \
+                         at most {max_windows} are allowed"
+                    )));
+                }
+                (encoding, stride)
             }
-            None => Ok(ids),
+        };
+        self.check_made(encoding.get_ids())?;
+        let truncated = reading == Reading::Cut && encoding.len() > room;
+        encoding.truncate(room, stride, TruncationDirection::Right);
+        let mut parts = encoding.take_overflowing();
+        if reading == Reading::Cut {
+            parts.clear();
         }
+        parts.insert(0, encoding);
+        parts.into_iter().map(|part| self.window(part, truncated)).collect()
+    }
+
+    /// Refuses a number of common tokens of two windows that is not smaller than a window.
+    ///
+    /// # Errors
+    /// `BadInput` with both numbers.
+    pub fn check_stride(&self, stride: usize) -> Result<(), TaskError> {
+        let room = self.room();
+        if stride < room {
+            return Ok(());
+        }
+        let message = format!(
+            "stride is {stride}; it must be less than {room}, the tokens of a text that this model takes without special ones"
+        );
+        Err(TaskError::bad_input("stride", message))
+    }
+
+    /// Makes a window of an encoding without special tokens.
+    fn window(&self, encoding: Encoding, truncated: bool) -> Result<Window, TaskError> {
+        let encoding = match &self.post_processor {
+            Some(processor) => {
+                processor.process(encoding, None, true).map_err(|error| no_ids(NoIds::Failed(error)))?
+            }
+            None => encoding,
+        };
+        let ids = encoding.get_ids().to_vec();
+        if ids.is_empty() {
+            return Err(TaskError::internal("the tokenizer made no tokens of the text"));
+        }
+        let spans = encoding.get_offsets().iter().zip(encoding.get_special_tokens_mask());
+        let span = |((start, end), mask): (&(usize, usize), &u32)| {
+            (*mask == 0).then_some([*start as u32, *end as u32])
+        };
+        let spans = spans.map(span).collect();
+        Ok(Window { tokens: Tokens { second: ids.len(), ids, truncated }, spans })
+    }
+
+    /// Refuses ids of the tokenizer that are outside the network's vocabulary.
+    fn check_made(&self, ids: &[u32]) -> Result<(), TaskError> {
+        let Some(id) = ids.iter().find(|id| **id >= self.vocabulary) else { return Ok(()) };
+        let vocabulary = self.vocabulary;
+        let message = format!("the tokenizer gave the id {id}; this model has ids below {vocabulary}");
+        Err(TaskError::internal(message))
     }
 
     /// The tokens of a pair of texts, from the [`pieces`](Self::pieces) of each. If both together are too long, the
@@ -239,6 +378,10 @@ impl TextTokenizer {
         }
         Ok(Tokens { second: ids.len(), ids, truncated: false })
     }
+}
+
+fn too_large(message: String) -> TaskError {
+    TaskError::new(TaskErrorKind::TooLarge, message)
 }
 
 /// The error of a text whose ids are not found.

@@ -140,7 +140,7 @@ pub static FAMILY: Family = Family {
 };
 
 /// Labels are numbered if the model does not name them.
-fn assumptions(model: &Description) -> Vec<String> {
+pub(super) fn assumptions(model: &Description) -> Vec<String> {
     let has_names = model.fields.contains_key("id2label");
     let assumption = || "the labels are called LABEL_0 and so on: config.json has no id2label".to_owned();
     (!has_names).then(assumption).into_iter().collect()

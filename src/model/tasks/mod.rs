@@ -18,6 +18,7 @@ pub mod sparse;
 pub mod speak;
 #[cfg(feature = "candle-transformers")]
 pub mod text_image;
+pub mod token_labels;
 pub mod transcribe;
 
 use std::mem;
@@ -165,7 +166,7 @@ struct TextInputs<T, F> {
     on_error: OnError,
     /// From this number of items on, the threads of the caller's pool share the items of a slice.
     many: usize,
-    /// Makes an item's input, given its index.
+    /// Makes an item's input or inputs, given its index.
     make_input: F,
     report: Arc<SharedReport>,
 }
@@ -206,17 +207,40 @@ impl MayBeCut for Tokens {
     }
 }
 
+/// What is made of an item: one input or several.
+trait Made: Send {
+    type Input: MayBeCut;
+
+    fn into_inputs(self) -> impl Iterator<Item = SizedInput<Self::Input>>;
+}
+
+impl<I: MayBeCut> Made for SizedInput<I> {
+    type Input = I;
+
+    fn into_inputs(self) -> impl Iterator<Item = Self> {
+        std::iter::once(self)
+    }
+}
+
+impl<I: MayBeCut> Made for Vec<SizedInput<I>> {
+    type Input = I;
+
+    fn into_inputs(self) -> impl Iterator<Item = SizedInput<I>> {
+        self.into_iter()
+    }
+}
+
 impl SharedReport {
     fn take(&self) -> InputReport {
         mem::take(&mut *self.0.lock())
     }
 }
 
-impl<T, F, I> TextInputs<T, F>
+impl<T, F, M> TextInputs<T, F>
 where
     T: Send + 'static,
-    F: Fn(usize, T) -> Result<SizedInput<I>, TaskError> + Send + Sync + 'static,
-    I: MayBeCut,
+    F: Fn(usize, T) -> Result<M, TaskError> + Send + Sync + 'static,
+    M: Made,
 {
     fn new(items: Vec<T>, bytes: fn(&T) -> usize, on_error: OnError, make_input: F) -> Self {
         let report = Arc::default();
@@ -230,7 +254,7 @@ where
     }
 
     /// Makes the inputs, or the iterator that makes them.
-    fn into_inputs(mut self) -> Result<ReportedInputs<I>, TaskError> {
+    fn into_inputs(mut self) -> Result<ReportedInputs<M::Input>, TaskError> {
         let report = self.report.clone();
         if self.count_within(SLICE_BYTES) < self.items.len() {
             return Ok((report, Inputs::Slices(Box::new(self))));
@@ -252,7 +276,7 @@ where
     }
 
     /// Makes the inputs of the next `count` items, and reports their counts and errors.
-    fn make_inputs(&mut self, count: usize) -> Result<Vec<SizedInput<I>>, TaskError> {
+    fn make_inputs(&mut self, count: usize) -> Result<Vec<SizedInput<M::Input>>, TaskError> {
         let (first, make_input, on_error) = (self.next, &self.make_input, self.on_error);
         let items: Vec<T> = self.items.by_ref().take(count).collect();
         self.next += items.len();
@@ -264,7 +288,7 @@ where
         let mut inputs = Vec::with_capacity(results.len());
         for result in results {
             match result {
-                Ok(input) => inputs.push(input),
+                Ok(made) => inputs.extend(made.into_inputs()),
                 Err(error) => report.errors.push(error),
             }
         }
@@ -273,13 +297,13 @@ where
     }
 }
 
-impl<T, F, I> Iterator for TextInputs<T, F>
+impl<T, F, M> Iterator for TextInputs<T, F>
 where
     T: Send + 'static,
-    F: Fn(usize, T) -> Result<SizedInput<I>, TaskError> + Send + Sync + 'static,
-    I: MayBeCut,
+    F: Fn(usize, T) -> Result<M, TaskError> + Send + Sync + 'static,
+    M: Made,
 {
-    type Item = Result<Vec<SizedInput<I>>, TaskError>;
+    type Item = Result<Vec<SizedInput<M::Input>>, TaskError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let threads = if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 };

@@ -1,5 +1,5 @@
-//! The classification heads of `…ForSequenceClassification`: they compute one number for each label, before softmax or
-//! sigmoid, from a text's pooled vector. They run on the host in f32, since a head takes a thousandth of the network's
+//! The classification heads: they compute one number for each label, before softmax or sigmoid, from a text's pooled
+//! vector (`…ForSequenceClassification`) or from the vector of each token (`…ForTokenClassification`). They run on the host in f32, since a head takes a thousandth of the network's
 //! time. Owns the head's weights.
 
 use candle_core::cpu::erf::erf_f64;
@@ -9,10 +9,11 @@ use crate::model::LoadError;
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Panels, multiply_rows};
 
-/// Two linear layers with an activation between them, and in ModernBERT a norm.
+type Activation = fn(f32) -> f32;
+
+/// A linear layer, which another one with an activation precedes in some heads, and in ModernBERT a norm.
 pub struct Head {
-    dense: Linear,
-    activation: fn(f32) -> f32,
+    dense: Option<(Linear, Activation)>,
     norm: Option<Norm>,
     out: Linear,
 }
@@ -28,15 +29,14 @@ struct Linear {
 }
 
 impl Head {
-    /// Reads the head of a network, for `labels` labels.
+    /// Reads the head of a network for pooled vectors, for `labels` labels.
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape. A head of T5, which also needs T5's
     /// decoder, is looked for under BERT's names, and is missing.
     pub fn load(weights: &Weights, config: &NetworkConfig, labels: usize) -> Result<Self, LoadError> {
-        let hidden = config.hidden;
         let pooler = format!("{}pooler.dense", weights.prefix());
-        let (dense, activation, out): (_, fn(f32) -> f32, _) = match config.family {
+        let (dense, activation, out): (_, Activation, _) = match config.family {
             // There is no public Nomic model with a head.
             Family::Bert | Family::Nomic | Family::T5 => (pooler.as_str(), f32::tanh, "classifier"),
             Family::Roberta | Family::MpNet => ("classifier.dense", f32::tanh, "classifier.out_proj"),
@@ -44,6 +44,29 @@ impl Head {
             Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
             Family::ModernBert => ("head.dense", gelu, "classifier"),
         };
+        Self::read(weights, config, Some((dense, activation)), out, labels)
+    }
+
+    /// Reads the head of a network for the vectors of tokens, for `labels` labels.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn of_tokens(weights: &Weights, config: &NetworkConfig, labels: usize) -> Result<Self, LoadError> {
+        let dense: Option<(&str, Activation)> = match config.family {
+            Family::ModernBert => Some(("head.dense", gelu)),
+            _ => None,
+        };
+        Self::read(weights, config, dense, "classifier", labels)
+    }
+
+    fn read(
+        weights: &Weights,
+        config: &NetworkConfig,
+        dense: Option<(&str, Activation)>,
+        out: &str,
+        labels: usize,
+    ) -> Result<Self, LoadError> {
+        let hidden = config.hidden;
         let is_modern = config.family == Family::ModernBert;
         let linear = |name: &str, width: usize| {
             let matrix = weights.values(&format!("{name}.weight"), &[width, hidden])?;
@@ -55,17 +78,26 @@ impl Head {
         };
         let norm = is_modern.then(|| weights.values("head.norm.weight", &[hidden])).transpose()?;
         let norm = norm.map(|weights| Norm { weights, eps: config.eps.into() });
-        Ok(Self { dense: linear(dense, hidden)?, activation, norm, out: linear(out, labels)? })
+        let dense = dense.map(|(name, activation)| Ok::<_, LoadError>((linear(name, hidden)?, activation)));
+        Ok(Self { dense: dense.transpose()?, norm, out: linear(out, labels)? })
     }
 
-    /// For each of `vectors`, a number for each label.
+    /// The number of labels.
+    pub fn labels(&self) -> usize {
+        self.out.bias.len()
+    }
+
+    /// For each vector of `vectors`, which may hold several one after the other, a number for each label.
     pub fn apply(&self, vectors: &[Vec<f32>]) -> Vec<Vec<f32>> {
-        let mut inner = self.dense.apply(&vectors.concat(), self.activation);
+        let mut inner = vectors.concat();
+        if let Some((dense, activation)) = &self.dense {
+            inner = dense.apply(&inner, *activation);
+        }
         if let Some(norm) = &self.norm {
             inner.chunks_exact_mut(norm.weights.len()).for_each(|row| norm.apply(row));
         }
         let labels = self.out.apply(&inner, |x| x);
-        labels.chunks_exact(self.out.bias.len()).map(<[f32]>::to_vec).collect()
+        labels.chunks_exact(self.labels()).map(<[f32]>::to_vec).collect()
     }
 }
 
@@ -89,7 +121,7 @@ impl Norm {
 
 impl Linear {
     /// activation(rows · weights + bias).
-    fn apply(&self, rows: &[f32], activation: fn(f32) -> f32) -> Vec<f32> {
+    fn apply(&self, rows: &[f32], activation: Activation) -> Vec<f32> {
         let width = self.bias.len();
         let mut out = vec![0.0; rows.len() / self.weights.depth() * width];
         multiply_rows(rows, &self.weights, &mut out, |_, block| {

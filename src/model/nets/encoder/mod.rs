@@ -26,9 +26,9 @@ use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device
 /// A network for texts on one device.
 pub struct TextNetwork {
     encoder: Encoder,
-    /// Without pooling, a text's output is the vectors of its tokens.
+    /// Without pooling, a text's output is the vectors of its tokens, or what the head makes of each.
     pooling: Option<Pooling>,
-    /// Without a head, a text's output is its pooled vector.
+    /// Without a head, a text's output is its pooled vector, or the vectors of its tokens.
     head: Option<Head>,
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::OnGpu>,
@@ -43,6 +43,8 @@ pub enum Output {
     Pooled(Pooling),
     /// One number for each label; the field is the number of labels.
     Labels(usize),
+    /// For each of its tokens one number for each label, `[tokens, labels]`; the field is the number of labels.
+    TokenLabels(usize),
 }
 
 impl TextNetwork {
@@ -60,20 +62,19 @@ impl TextNetwork {
     ) -> Result<Self, LoadError> {
         let paths = files.weights()?;
         let of_mode = |mode| Pooling { modes: vec![mode], normalize: false };
-        let (pooling, labels) = match output {
+        let pooling = match output {
             // The comparison with a CPU takes the mean.
-            Output::Tokens => (of_mode(Mode::Mean), None),
-            Output::Pooled(pooling) => (pooling.clone(), None),
-            Output::Labels(labels) => {
-                (of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }), Some(*labels))
-            }
+            Output::Tokens => Some(of_mode(Mode::Mean)),
+            Output::Pooled(pooling) => Some(pooling.clone()),
+            Output::Labels(_) => Some(of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls })),
+            Output::TokenLabels(_) => None,
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let read = |device: &Device, precision| Weights::read(&paths, base, marker, device, precision);
         let build = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
-                pooling: Some(pooling.clone()),
+                pooling: pooling.clone(),
                 head: None,
                 #[cfg(feature = "cuda")]
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
@@ -81,7 +82,11 @@ impl TextNetwork {
         };
         let weights = read(device, super::precision(spec)?)?;
         let mut network = build(&weights)?;
-        let head = labels.map(|labels| Head::load(&weights, config, labels)).transpose()?;
+        let head = match output {
+            Output::Tokens | Output::Pooled(_) => None,
+            Output::Labels(labels) => Some(Head::load(&weights, config, *labels)?),
+            Output::TokenLabels(labels) => Some(Head::of_tokens(&weights, config, *labels)?),
+        };
         if super::needs_comparison(device, spec.dtype) {
             let reference = build(&read(&Device::Cpu, Precision::F32)?)?;
             fitness::compare(&mut network, reference, head.as_ref(), tokenizer, spec)?;
@@ -95,9 +100,13 @@ impl TextNetwork {
 
     /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
-        let outputs = match &self.head {
-            None => vectors,
-            Some(head) => head.apply(&vectors),
+        let outputs = match (&self.head, &self.pooling) {
+            (None, _) => vectors,
+            (Some(head), Some(_)) => head.apply(&vectors),
+            (Some(head), None) => {
+                let mut rows = head.apply(&vectors).into_iter();
+                lengths.iter().map(|length| rows.by_ref().take(*length).flatten().collect()).collect()
+            }
         };
         outputs.into_iter().zip(lengths).map(|(output, length)| checked(output, *length)).collect()
     }

@@ -1,0 +1,367 @@
+//! Labels of tokens, such as the names in a text, equal to the pipeline `token-classification` of the transformers library
+//! within 1e-5. Turns `/token-classification` bodies into tokens with their places in the text, and the labels' logits into
+//! entities. Decides in how many windows a long text is read. Never touches the device.
+
+mod entities;
+
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+use serde::Deserialize;
+
+use self::entities::{Found, Labelled, Token, is_by_word, labelled, without_overlaps};
+use super::labels::{Labels, assumptions, softmax};
+use super::names::ServedNames;
+use super::sentence_settings::SentenceSettings;
+use super::{
+    BRIEF_BODY, OnError, SharedReport, TextInputs, check_text_files, load_text_model, request_text_files,
+    text_input,
+};
+use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
+use crate::model::load::ModelFiles;
+use crate::model::load::tokenizer::{Reading, TextTokenizer, Tokens, Window};
+use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::{Output, TextNetwork};
+use crate::model::{
+    Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
+    TaskError, TaskErrorKind,
+};
+use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsRequest, URL};
+
+/// The maximum number of labels of a model. Each token has a number for each of them, so the bound limits the memory of a
+/// batch.
+const MAX_LABELS: usize = 4_096;
+/// The maximum number of tokens times labels of a task: their numbers are kept until the task is answered, and take 64 MiB.
+const MAX_NUMBERS: usize = 16 << 20;
+/// The maximum number of tokens of all windows of a text. The tokenizers library takes 100 bytes for each while it divides
+/// the text.
+const MAX_WINDOW_TOKENS: usize = 1 << 20;
+/// A text of more bytes that is read in windows is tokenised on the thread for long preparation.
+const LONG_TEXT: usize = 32 << 10;
+/// From this number of tokens on, the reply is written on the thread for long preparation. A token takes about 1 µs.
+const MANY_TOKENS: usize = 10_000;
+
+/// The suffix in `architectures` of classes with a head for tokens.
+const HEAD_SUFFIX: &str = "ForTokenClassification";
+
+/// Models that label the tokens of texts.
+pub static FAMILY: Family = Family {
+    name: "token-classification",
+    routes: &[Route::json(URL)],
+    serves: Serves::Files(FileRules {
+        configs: &Architecture::NAMES,
+        ggufs: &[],
+        pipelines: &[],
+        libraries: &[],
+        modules: &[],
+        accepts: |model: &Description| model.classes().any(|class| class.ends_with(HEAD_SUFFIX)),
+        heads: &[],
+        fewer_routes: None,
+        assumptions,
+        request_files: request_text_files,
+        check: |spec| {
+            let files = ModelFiles::locate(&spec.source)?;
+            read_labels(&files, spec)?;
+            check_text_files(&files, spec)
+        },
+    }),
+    options: &[],
+    sample: |texts| Sample::of_texts(URL, "input", texts),
+    example: Example { model: "token-bert", options: &[] },
+};
+
+/// The names of the labels.
+fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadError> {
+    let names = Labels::read(files, &spec.source)?.names;
+    if names.is_empty() || names.len() > MAX_LABELS {
+        let reason = format!("it has {} labels; from 1 to {MAX_LABELS} are read", names.len());
+        return Err(LoadError::File { path: files.required("config.json")?, reason });
+    }
+    Ok(names)
+}
+
+/// The file in which a tokenizer's special tokens are named.
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    unk_token: Option<SpecialToken>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum SpecialToken {
+    Text(String),
+    Object { content: String },
+}
+
+/// The id of the token for unknown words: that which the model's files name, else the usual one of BERT or RoBERTa.
+fn unknown_id(files: &ModelFiles, tokenizer: &TextTokenizer) -> Result<Option<u32>, LoadError> {
+    let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
+    Ok(match config.unk_token {
+        Some(SpecialToken::Text(token) | SpecialToken::Object { content: token }) => {
+            tokenizer.id_of_token(&token)
+        }
+        None => ["[UNK]", "<unk>"].iter().find_map(|token| tokenizer.id_of_token(token)),
+    })
+}
+
+/// Loads a model that labels tokens.
+///
+/// # Errors
+/// As [`embed::load`](super::embed::load).
+pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TokenLabelProcessor, TextNetwork), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    let config = NetworkConfig::read(&files, &spec.source)?;
+    let labels = read_labels(&files, spec)?;
+    let limits = SentenceSettings::limits(&files)?;
+    let output = Output::TokenLabels(labels.len());
+    let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
+    let unknown = unknown_id(&files, &tokenizer)?;
+    let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
+    let processor = TokenLabelProcessor { tokenizer, labels, unknown, names, max_inputs: spec.max_inputs };
+    Ok((processor, network))
+}
+
+/// Turns requests to label tokens into tokens, and the labels' logits into responses.
+pub struct TokenLabelProcessor {
+    tokenizer: Arc<TextTokenizer>,
+    labels: Vec<String>,
+    /// The id of the token for unknown words.
+    unknown: Option<u32>,
+    names: ServedNames,
+    max_inputs: usize,
+}
+
+/// The parts of a request that its response needs.
+pub struct TokenLabelContext {
+    strategy: Strategy,
+    ignored: Vec<String>,
+    is_list: bool,
+    /// In the order of the texts. The threads that make the inputs write it, and `finish` reads it.
+    texts: Arc<Mutex<Vec<Text>>>,
+    report: Arc<SharedReport>,
+}
+
+/// A text, as far as it was read.
+#[derive(Default)]
+struct Text {
+    characters: String,
+    /// The tokens of each window.
+    windows: Vec<Vec<Token>>,
+}
+
+/// Makes the inputs of a task's texts, and keeps what its response needs of them.
+struct Preparation {
+    tokenizer: Arc<TextTokenizer>,
+    unknown: Option<u32>,
+    request: TokenLabelsRequest,
+    reading: Reading,
+    /// The number of labels.
+    labels: usize,
+    max_inputs: usize,
+    /// The windows of all texts.
+    windows: AtomicUsize,
+    /// The tokens of all texts, times the labels.
+    numbers: AtomicUsize,
+    texts: Arc<Mutex<Vec<Text>>>,
+}
+
+impl Preparation {
+    /// Makes the input of each window of a text.
+    fn inputs(&self, index: usize, mut text: String) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
+        let path = || self.request.path(index);
+        let (max_inputs, labels) = (self.max_inputs, self.labels);
+        let too_large = |what: String| TaskError::new(TaskErrorKind::TooLarge, what).with_param(path());
+        let windows =
+            self.tokenizer.windows(&text, self.reading).map_err(|error| error.with_param(path()))?;
+        if self.windows.fetch_add(windows.len(), Ordering::Relaxed) + windows.len() > max_inputs {
+            return Err(too_large(format!(
+                "the texts have more than {max_inputs} windows together, which this pool takes at most (max_inputs)"
+            )));
+        }
+        let tokens: usize = windows.iter().map(|window| window.tokens.ids.len()).sum();
+        let numbers = tokens.saturating_mul(labels);
+        if self.numbers.fetch_add(numbers, Ordering::Relaxed).saturating_add(numbers) > MAX_NUMBERS {
+            let most = MAX_NUMBERS / labels;
+            return Err(too_large(format!(
+                "the texts have more than {most} tokens together; at most so many are allowed with {labels} labels"
+            )));
+        }
+        let spans = windows.iter().flat_map(|window| window.spans.iter().flatten());
+        let end = spans.map(|span| span[1] as usize).max().unwrap_or(0);
+        // A token without characters may be followed by a space.
+        let characters: Vec<char> = text.chars().take(end + 1).collect();
+        let tokens = windows.iter().map(|window| self.tokens(window, &characters)).collect();
+        // What was cut off is not kept.
+        if let Some((end, _)) = text.char_indices().nth(end) {
+            text.truncate(end);
+            text.shrink_to_fit();
+        }
+        self.texts.lock()[index] = Text { characters: text, windows: tokens };
+        let (truncate, max_tokens) = (self.request.truncate, self.tokenizer.max_tokens());
+        let inputs = windows.into_iter().map(|window| text_input(window.tokens, truncate, path, max_tokens));
+        inputs.collect()
+    }
+
+    /// The tokens of a window, except for added special ones.
+    fn tokens(&self, window: &Window, characters: &[char]) -> Vec<Token> {
+        let is_by_word = is_by_word(self.request.strategy);
+        let has_prefix = self.tokenizer.has_prefix_of_continuations();
+        let tokens = window.tokens.ids.iter().zip(&window.spans).enumerate();
+        let token = |(index, (id, span)): (usize, (&u32, &Option<[u32; 2]>))| {
+            let span = (*span)?;
+            let [start, end] = span.map(|at| at as usize);
+            let continues_word = if !is_by_word || Some(*id) == self.unknown {
+                false
+            } else if has_prefix {
+                self.tokenizer.token(*id).chars().count() != end - start
+            } else {
+                start > 0 && !characters[start - 1..].iter().take(2).any(|character| *character == ' ')
+            };
+            Some(Token { index, id: *id, span, continues_word })
+        };
+        tokens.filter_map(token).collect()
+    }
+}
+
+impl Processor for TokenLabelProcessor {
+    type Context = TokenLabelContext;
+    type Input = Tokens;
+    type Piece = ();
+    type Output = Vec<f32>;
+
+    fn routes(&self) -> &[Route] {
+        FAMILY.routes
+    }
+
+    fn probe(&self) -> Option<Message> {
+        Some(Message { body: r#"{"input":"a candle in a sconce"}"#.into(), ..Message::default() })
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        let mut request = TokenLabelsRequest::parse(&message.body, self.max_inputs)?;
+        self.names.check(request.model.as_deref())?;
+        let reading = match request.stride {
+            None => Reading::Cut,
+            Some(stride) => {
+                self.tokenizer.check_stride(stride)?;
+                let max_windows = self.max_inputs.min(MAX_WINDOW_TOKENS / self.tokenizer.max_tokens()).max(1);
+                Reading::Windows { stride, max_windows }
+            }
+        };
+        let items = mem::take(&mut request.texts);
+        let is_long = request.stride.is_some() && items.iter().any(|text| text.len() > LONG_TEXT);
+        let texts = Arc::new(Mutex::new(items.iter().map(|_| Text::default()).collect::<Vec<_>>()));
+        let (strategy, ignored, is_list) = (request.strategy, request.ignored.clone(), request.is_list);
+        let preparation = Preparation {
+            tokenizer: self.tokenizer.clone(),
+            unknown: self.unknown,
+            request,
+            reading,
+            labels: self.labels.len(),
+            max_inputs: self.max_inputs,
+            windows: AtomicUsize::new(0),
+            numbers: AtomicUsize::new(0),
+            texts: texts.clone(),
+        };
+        let inputs = TextInputs::new(items, String::len, OnError::FailTask, move |index, text| {
+            preparation.inputs(index, text)
+        });
+        let report = inputs.report.clone();
+        let inputs = if is_long {
+            Inputs::Later(Box::new(move || inputs.into_inputs()?.1.all().map(Inputs::All)))
+        } else {
+            inputs.into_inputs()?.1
+        };
+        Ok((TokenLabelContext { strategy, ignored, is_list, texts, report }, inputs))
+    }
+
+    fn effort(&self, message: &Message) -> Effort {
+        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+    }
+
+    fn is_finish_slow(&self, context: &TokenLabelContext) -> bool {
+        context.report.0.lock().counts.tokens >= MANY_TOKENS
+    }
+
+    fn finish(&self, context: TokenLabelContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        let mut writer = EntityWriter::new(context.is_list);
+        let mut outputs = outputs.into_iter();
+        for text in mem::take(&mut *context.texts.lock()) {
+            writer.begin_text();
+            self.write_text(&context, &text, outputs.by_ref().take(text.windows.len()), &mut writer)?;
+            writer.end_text();
+        }
+        Ok(context.report.take().counts.body(writer.finish()))
+    }
+}
+
+impl TokenLabelProcessor {
+    /// Writes the entities of a text, from the logits of each of its windows.
+    fn write_text(
+        &self,
+        context: &TokenLabelContext,
+        text: &Text,
+        outputs: impl Iterator<Item = Vec<f32>>,
+        writer: &mut EntityWriter,
+    ) -> Result<(), TaskError> {
+        let (strategy, width) = (context.strategy, self.labels.len());
+        let mut found: Vec<Found<'_>> = Vec::new();
+        let mut parts: Vec<Vec<Labelled>> = Vec::with_capacity(text.windows.len());
+        for (window, (tokens, mut numbers)) in text.windows.iter().zip(outputs).enumerate() {
+            numbers.chunks_exact_mut(width).for_each(softmax);
+            let labelled = labelled(tokens, strategy, |token| &numbers[token.index * width..][..width]);
+            let (names, ignored) = (&self.labels, &context.ignored);
+            found.extend(entities::entities(window, tokens, &labelled, names, strategy, ignored));
+            parts.push(labelled);
+        }
+        if text.windows.len() > 1 {
+            found = without_overlaps(found);
+        }
+        let characters: Vec<char> = text.characters.chars().collect();
+        for Found { name, score, window, parts: range, span: [start, end] } in found {
+            let tokens = &text.windows[window];
+            let labelled = &parts[window][range];
+            let is_alone = strategy == Strategy::None;
+            writer.push(&Entity {
+                entity_group: (!is_alone).then_some(name),
+                entity: is_alone.then_some(name),
+                score,
+                index: is_alone.then(|| tokens[labelled[0].tokens.start].index),
+                word: self.word(strategy, tokens, labelled, &characters)?,
+                start,
+                end,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The text that the tokenizer makes of the tokens of an entity. Words are made first, and joined like tokens, as the
+    /// library does.
+    fn word(
+        &self,
+        strategy: Strategy,
+        tokens: &[Token],
+        parts: &[Labelled],
+        characters: &[char],
+    ) -> Result<String, TaskError> {
+        let token = |token: &Token| {
+            if Some(token.id) == self.unknown {
+                let [start, end] = token.span.map(|at| at as usize);
+                characters[start..end].iter().collect()
+            } else {
+                self.tokenizer.token(token.id)
+            }
+        };
+        let mut words = Vec::with_capacity(parts.len());
+        for part in parts {
+            let mut tokens: Vec<String> = tokens[part.tokens.clone()].iter().map(token).collect();
+            if is_by_word(strategy) {
+                tokens = vec![self.tokenizer.join(tokens)?];
+            }
+            words.append(&mut tokens);
+        }
+        if strategy == Strategy::None { Ok(words.concat()) } else { self.tokenizer.join(words) }
+    }
+}
