@@ -361,8 +361,8 @@ async fn a_withdrawn_job_ends_its_client_although_there_is_no_worker() {
     again.exit_code().await;
     assert!(again.log().contains(&format!("runs job {id} any more")), "{}", again.log());
     let mut unknown = Sconce::run(&settings, &["submit", "--cancel", "0123456789ab"]);
-    unknown.exit_code().await;
-    assert!(unknown.log().contains("no `sconce submit` runs job 0123456789ab"), "{}", unknown.log());
+    assert_eq!(unknown.exit_code().await, 1, "{}", unknown.log());
+    assert!(unknown.log().contains("no job 0123456789ab is known"), "{}", unknown.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
