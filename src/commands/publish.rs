@@ -84,6 +84,9 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             prefetch,
         )
         .await?;
+        if let Some(folder) = arguments.output.as_deref().filter(|_| total != Some(1)) {
+            std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        }
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };

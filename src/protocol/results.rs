@@ -51,8 +51,14 @@ impl FileFormat {
         formats.iter().map(|it| format!(".{}", it.ending())).collect::<Vec<_>>().join(", ")
     }
 
+    /// The formats that replies of a URL can have; all for an unknown one.
+    pub fn of_url(url: Option<&str>) -> Vec<Self> {
+        let known = url.and_then(Self::of_known_url);
+        known.map_or_else(|| Self::ALL.map(|(format, _)| format).to_vec(), <[Self]>::to_vec)
+    }
+
     /// The formats that replies of a URL can have; none for the URL of an unknown model.
-    fn of_url(url: &str) -> Option<&'static [Self]> {
+    fn of_known_url(url: &str) -> Option<&'static [Self]> {
         Some(match url {
             transcriptions::TRANSCRIPTIONS_URL | transcriptions::TRANSLATIONS_URL => {
                 &[Self::Text, Self::Srt, Self::Vtt, Self::Json]
@@ -72,7 +78,7 @@ impl FileFormat {
     /// # Errors
     /// A message: replies of this URL cannot have this format.
     pub fn response_format(self, url: Option<&str>) -> Result<Option<&'static str>, String> {
-        if let Some((url, formats)) = url.and_then(|url| Some((url, Self::of_url(url)?)))
+        if let Some((url, formats)) = url.and_then(|url| Some((url, Self::of_known_url(url)?)))
             && !formats.contains(&self)
         {
             let possible = Self::endings(formats);
@@ -80,12 +86,12 @@ impl FileFormat {
             return Err(format!("a result of {url} cannot be written as .{ending}, only as {possible}"));
         }
         let is_transcript =
-            url.is_some_and(|url| Self::of_url(url).is_some_and(|it| it.contains(&Self::Srt)));
+            url.is_some_and(|url| Self::of_known_url(url).is_some_and(|it| it.contains(&Self::Srt)));
         Ok(match self {
             Self::Text if is_transcript => Some("text"),
             Self::Text | Self::Json => None,
             Self::Srt | Self::Vtt | Self::Wav | Self::Flac | Self::Pcm | Self::Png => {
-                let is_ours = url.is_none_or(|url| Self::of_url(url).is_some());
+                let is_ours = url.is_none_or(|url| Self::of_known_url(url).is_some());
                 is_ours.then(|| self.ending())
             }
         })
