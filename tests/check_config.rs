@@ -274,7 +274,7 @@ fn a_folder_that_is_not_on_this_host_is_refused_and_an_id_of_the_hub_is_not() {
         ("/no/such/model", "no such folder"),
         ("./models/no-such", "no such folder"),
         ("models/no-such", "models/no-such, although there is"),
-        ("models/no/such", "models/no/such"),
+        ("models/no/such", "neither an existing folder nor an id"),
         ("models/no-such.gguf", "no-such.gguf"),
     ] {
         let (exit, said) = check(model);
