@@ -103,7 +103,7 @@ impl FileFormat {
         struct Asked {
             response_format: String,
         }
-        if let Some(name) = body.response_format {
+        if let Some(name) = body.parameters.get(RESPONSE_FORMAT).and_then(|name| name.as_str()) {
             return Self::of_response_format(name);
         }
         is_json_object(body)
@@ -137,7 +137,7 @@ impl FileFormat {
         }
         let Some(wanted) = wanted else { return Ok(()) };
         if !is_json_object(body) {
-            body.response_format = Some(wanted);
+            body.parameters.insert(RESPONSE_FORMAT.to_owned(), wanted.into());
             return Ok(());
         }
         let Ok(mut fields) = serde_json::from_slice::<BTreeMap<String, Box<RawValue>>>(&body.bytes) else {
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(error, "response_format asks for .srt, and the name of its file ends with .vtt");
         let mut sound = RequestBody::from_data_url("data:audio/wav;base64,UklGRg==").unwrap();
         FileFormat::Text.ask(TRANSCRIPTS, &mut sound).unwrap();
-        assert_eq!((&sound[..], sound.response_format), (&b"RIFF"[..], Some("text")));
+        assert_eq!((&sound[..], &sound.parameters[RESPONSE_FORMAT]), (&b"RIFF"[..], &json!("text")));
         let mut speech = RequestBody::from(r#"{"input":"a"}"#);
         let error = FileFormat::Png.ask(Some(speech::SPEECH_URL), &mut speech).unwrap_err();
         assert!(error.ends_with("cannot be written as .png, only as .wav, .flac, .pcm"), "{error}");

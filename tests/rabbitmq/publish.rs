@@ -75,6 +75,12 @@ async fn the_ending_of_a_file_decides_the_format_of_its_result() {
     let mut again = Sconce::run(&settings, &["publish", "--output", &path("json"), &recording]);
     assert_eq!(again.exit_code().await, 64, "{}", again.log());
     assert!(again.log().contains("short.json exists already"), "{}", again.log());
+    let output = path("german.json");
+    let german = ["--field", "language=de", "--field", "response_format=verbose_json"];
+    let arguments = [&["publish", "--output", &output, &recording], &german[..]].concat();
+    printed(&settings, &arguments).await;
+    let reply = std::fs::read_to_string(path("german.json")).expect("a transcript");
+    assert!(reply.contains("\"language\":\"de\""), "{reply}");
     let lines = |ids: &[&str]| {
         let body = json!({"file_url": "data:audio/wav;base64,UklGRg=="});
         let lines: String =

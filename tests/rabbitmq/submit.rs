@@ -577,6 +577,7 @@ async fn a_job_writes_a_file_for_each_recording() {
         ["short.mp3", "reading.flac"].map(|name| fixtures.join("sound").join(name).display().to_string());
     let submit = async |recordings: &[String]| {
         let flags = ["submit", "--output-dir", subs.to_str().expect("UTF-8"), "--format", "vtt"];
+        let flags = [&flags[..], &["--field", "language=de"]].concat();
         let files = recordings.iter().map(String::as_str);
         let mut job = Sconce::run(&settings, &flags.into_iter().chain(files).collect::<Vec<_>>());
         assert_eq!(job.exit_code().await, 0, "{}", job.log());

@@ -71,6 +71,7 @@ fn names_and_formats_are_checked_before_any_work() {
         (&["one.mp3"], "jpg", "expected one of .txt"),
         (&["notes.doc"], "srt", "notes.doc ends with none of"),
         (&["missing.mp3"], "srt", "missing.mp3"),
+        (&["tmp"], "srt", "tmp is a folder: name the files in it"),
     ] {
         let ended = run(&rig, files, &["--format", format]);
         assert_eq!(ended.code, Some(64), "{}", ended.stderr);
@@ -89,6 +90,42 @@ fn names_and_formats_are_checked_before_any_work() {
         ended.code == Some(64) && ended.stderr.contains("out.srt would hold JSON lines"),
         "{}",
         ended.stderr
+    );
+}
+
+#[test]
+fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
+    let rig = Rig::new(&[]);
+    fs::copy(fixture("sound/short.mp3"), rig.path("one.mp3")).unwrap();
+    let run = |fields: &[&str]| {
+        let fields = fields.iter().flat_map(|field| ["--field", field]);
+        run(&rig, &["one.mp3"], &["--format", "json"].into_iter().chain(fields).collect::<Vec<_>>())
+    };
+    let german = ["language=de", "response_format=verbose_json"];
+    let ended = run(&german);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let reply: Value = serde_json::from_slice(&fs::read(rig.path("subs/one.json")).unwrap()).unwrap();
+    assert_eq!(reply["language"], "de");
+    assert!(run(&german).stderr.contains("all 1 lines are answered already"));
+    for (fields, words) in [
+        (&["language=fr"][..], "as it was before"),
+        (&["language=fr", "language=de"], "--field language is given twice"),
+        (&["response_format=srt"], "response_format asks for .srt"),
+        (&["language"], "expected NAME=VALUE"),
+    ] {
+        let ended = run(fields);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+    }
+    fs::remove_file(rig.path("subs/one.json")).unwrap();
+    let ended = run(&["langage=de"]);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+    assert!(ended.stderr.contains("did you mean language?"), "{}", ended.stderr);
+    let lines = rig.run_echo(&["--field", "a=1"]);
+    assert!(
+        lines.code == Some(64) && lines.stderr.contains("has its own URL and fields"),
+        "{}",
+        lines.stderr
     );
 }
 
@@ -185,4 +222,10 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
         assert_eq!(ended.code, Some(64), "{}", ended.stderr);
         assert!(ended.stderr.contains(problem), "{}", ended.stderr);
     }
+    let ended = run("t.csv", "ids.npy", &["--column", "words", "--id-column", "number"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let ids = fs::read_to_string(rig.path("ids.ids.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(ids.lines().last().unwrap()).unwrap();
+    assert_eq!(last["custom_id"], "049");
+    assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("ids.npy")).unwrap());
 }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use serde_json::{Map, Value as Json};
 
 use super::FileError;
 use super::resume::claim;
@@ -40,6 +41,9 @@ struct InputStamp {
     size: u64,
     /// When it was last changed, in nanoseconds since 1970; none for a device or a pipe.
     modified: Option<i64>,
+    /// The fields of the request beside the file.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    fields: Map<String, Json>,
 }
 
 impl InputStamp {
@@ -52,7 +56,8 @@ impl InputStamp {
         let nanoseconds =
             metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
         let modified = metadata.is_file().then_some(nanoseconds);
-        Ok(Self { url: input.url.clone(), size: metadata.len(), modified })
+        let (url, fields) = (input.url.clone(), input.fields.clone());
+        Ok(Self { url, size: metadata.len(), modified, fields })
     }
 }
 
@@ -264,6 +269,7 @@ mod tests {
                 url: "/v1/audio/transcriptions".into(),
                 media_type: Some("audio/mpeg"),
                 format: FileFormat::Srt,
+                fields: Map::new(),
                 max_bytes: 99,
             }
         }
