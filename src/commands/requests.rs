@@ -170,7 +170,7 @@ const FILE_TYPES: [(&str, &str); 8] = [
 /// # Errors
 /// Arguments are missing, or no pool takes a file.
 pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Registry) -> anyhow::Result<Batch> {
-    let BatchFiles { input, output, files, output_dir, format, column, field, url, .. } = arguments;
+    let BatchFiles { input, output, files, output_dir, format, column, id_column, field, url } = arguments;
     let fields = fields_of(field)?;
     if let (Some(folder), Some(format)) = (output_dir, *format) {
         // A worker refuses a body over its pool's max_body; these settings may not be those of the worker.
@@ -197,8 +197,19 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
     let Some(output) = output.clone().filter(|_| !input.is_empty()) else {
         bail!("give --input and --output, or files with --output-dir and --format");
     };
-    // Refuses an ending that no output has.
-    is_of_vectors(&output)?;
+    // Also refuses an ending that no output has.
+    if is_of_vectors(&output)? {
+        let gives_none = |pool: &&Pool| {
+            let is_known = registry.route(pool).is_some_and(|route| route.url != Route::ANY);
+            is_known && !registry.answers(pool, embeddings::URL)
+        };
+        if let Some(pool) = pools.first().filter(|_| pools.iter().all(|pool| gives_none(&pool))) {
+            let (name, shown) = (&pool.name, output.display());
+            bail!(
+                "--output {shown} takes vectors, and the model of pool {name:?} gives none: name it .jsonl"
+            );
+        }
+    }
     if let Some(table) = input.iter().find(|input| is_table(input)) {
         if input.len() > 1 {
             bail!("--input {} is a table, which must be the only input", table.display());
@@ -208,7 +219,7 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
         #[cfg(not(feature = "tables"))]
         bail!("--input {}: this program is built without `tables`", table.display());
     }
-    if column.is_some() || url.is_some() || !fields.is_empty() {
+    if column.is_some() || id_column.is_some() || url.is_some() || !fields.is_empty() {
         bail!(
             "--column, --url and --field apply to .csv and .parquet files, and the last two to files with --output-dir; \
              a line of JSON has its own URL and fields"

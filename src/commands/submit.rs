@@ -112,6 +112,9 @@ async fn drive(
 fn with_exit(error: JobError) -> anyhow::Error {
     match error {
         JobError::Client(error) => error.into(),
+        JobError::Output(ref cause) if cause.kind() == io::ErrorKind::Unsupported => {
+            anyhow::Error::new(error).exits_with(Exit::Usage)
+        }
         JobError::InputChanged(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
         JobError::Withdrawn(_) => anyhow::Error::new(error).exits_with(Exit::Aborted),
         JobError::Input { .. } | JobError::Output(_) => error.into(),
@@ -234,7 +237,9 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     for remark in job.remarks() {
         let _ = writeln!(summary, "{remark}");
     }
-    summary += &batch_errors::summary(errors);
+    if !job.names_errors() {
+        summary += &batch_errors::summary(errors);
+    }
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(

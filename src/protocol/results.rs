@@ -258,11 +258,11 @@ impl<'a> ResultLine<'a> {
     }
 }
 
-/// The only vector in the body of a reply of `/v1/embeddings`.
+/// The only vector in the body of a reply of `/v1/embeddings`. None if the reply has another form.
 ///
 /// # Errors
-/// A message: the reply has another form, or another number of vectors.
-pub fn vector_of(body: &RawValue) -> Result<Vec<f32>, String> {
+/// A message: the reply has another number of vectors, or an error in the place of one.
+pub fn vector_of(body: &RawValue) -> Result<Option<Vec<f32>>, String> {
     #[derive(Deserialize)]
     struct Reply {
         data: Vec<Item>,
@@ -277,22 +277,21 @@ pub fn vector_of(body: &RawValue) -> Result<Vec<f32>, String> {
         Float(Vec<f32>),
         Base64(String),
     }
-    let no_vector = |_| "the reply has no vectors".to_owned();
-    let Reply { data } = serde_json::from_str(body.get()).map_err(no_vector)?;
+    let Ok(Reply { data }) = serde_json::from_str(body.get()) else { return Ok(None) };
     let count = data.len();
     let mut items = data.into_iter();
     let (Some(Item { embedding }), None) = (items.next(), items.next()) else {
         return Err(format!("the reply has {count} vectors, and a row of the output has one"));
     };
     match embedding {
-        Some(Numbers::Float(vector)) => Ok(vector),
+        Some(Numbers::Float(vector)) => Ok(Some(vector)),
         Some(Numbers::Base64(text)) => {
             let bytes = from_base64(&text)?;
             let (numbers, rest) = bytes.as_chunks::<4>();
             if !rest.is_empty() {
                 return Err(format!("the vector has {} bytes, which are no numbers of 4 bytes", bytes.len()));
             }
-            Ok(numbers.iter().map(|number| f32::from_le_bytes(*number)).collect())
+            Ok(Some(numbers.iter().map(|number| f32::from_le_bytes(*number)).collect()))
         }
         None => Err("the reply has an error in the place of its vector".to_owned()),
     }
@@ -368,14 +367,14 @@ mod tests {
     #[test]
     fn a_vector_is_read_from_digits_or_base64_and_only_one() {
         let reply = |data: serde_json::Value| raw(&json!({"object": "list", "data": data}));
-        assert_eq!(vector_of(&reply(json!([{"embedding": [1.0, -2.0]}]))), Ok(vec![1.0, -2.0]));
-        assert_eq!(vector_of(&reply(json!([{"embedding": "AACAPwAAAMA="}]))), Ok(vec![1.0, -2.0]));
+        assert_eq!(vector_of(&reply(json!([{"embedding": [1.0, -2.0]}]))), Ok(Some(vec![1.0, -2.0])));
+        assert_eq!(vector_of(&reply(json!([{"embedding": "AACAPwAAAMA="}]))), Ok(Some(vec![1.0, -2.0])));
+        assert_eq!(vector_of(&reply(json!("x"))), Ok(None), "of another kind");
         for (data, message) in [
             (json!([]), "0 vectors"),
             (json!([{"embedding": [1.0]}, {"embedding": [1.0]}]), "2 vectors"),
             (json!([{"object": "error"}]), "an error in the place"),
             (json!([{"embedding": "AACAPwA="}]), "5 bytes"),
-            (json!("x"), "no vectors"),
         ] {
             let error = vector_of(&reply(data)).unwrap_err();
             assert!(error.contains(message), "{error}");

@@ -591,3 +591,25 @@ async fn a_job_writes_a_file_for_each_recording() {
     }
     assert_eq!(sconce.stop().await, 0);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_whose_first_reply_has_no_vector_ends_there_and_leaves_no_file() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let mut files = Files::new(&rows(3));
+    files.output.set_extension("npy");
+    let said = files.ends_with(64, &settings, &[]).await;
+    assert!(said.contains("it takes vectors, and the reply to \"row-0\" has none"), "{said}");
+    let ids = files.output.with_extension("ids.jsonl");
+    assert!(!files.output.exists() && !ids.exists());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_without_its_queue_leaves_no_file() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let files = Files::new(&rows(3));
+    let mut job = files.submit(&settings, &[]);
+    assert_ne!(job.exit_code().await, 0, "{}", job.log());
+    assert!(!files.output.exists(), "{}", job.log());
+}

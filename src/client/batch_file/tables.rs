@@ -444,7 +444,7 @@ mod tests {
         /// Writes a Parquet file of the table and of these lines.
         fn join(&self, lines: &[String]) -> Join {
             let matrix = self.path("x.parquet.part");
-            let ids = claim(&ids_path(&matrix)).unwrap();
+            let ids = claim(&ids_path(&matrix), &[]).unwrap();
             let mut open = Matrix::open(&matrix, ids, 0, &ErrorCounts::default()).unwrap();
             lines.iter().for_each(|line| _ = open.write(line.as_bytes()).unwrap());
             open.sync().unwrap();
