@@ -276,3 +276,32 @@ fn weights_of_pytorch_are_read_and_a_call_in_them_is_refused_by_its_name() {
         "{said}"
     );
 }
+
+#[test]
+fn a_folder_that_is_not_on_this_host_is_refused_and_an_id_of_the_hub_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("models")).unwrap();
+    let settings = folder.path().join("sconce.toml");
+    let check = |model: &str| {
+        fs::write(&settings, format!("[[pool]]\nmodel = {model:?}\n")).unwrap();
+        let mut process = Command::new(env!("CARGO_BIN_EXE_sconce"));
+        process.env("HF_HUB_CACHE", folder.path().join("cache")).arg("check-config").arg(&settings);
+        let output = process.args(["--set", "pool[0].devices=cpu"]).output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.code().unwrap(), String::from_utf8(said).unwrap())
+    };
+    for (model, words) in [
+        ("/no/such/model", "no such folder"),
+        ("./models/no-such", "no such folder"),
+        ("models/no-such", "models/no-such, although there is"),
+        ("models/no/such", "neither an existing folder nor an id"),
+        ("models/no-such.gguf", "no-such.gguf"),
+    ] {
+        let (exit, said) = check(model);
+        assert_eq!(exit, 82, "{model}: {said}");
+        assert!(said.contains(words), "{model}: {said}");
+    }
+    let (exit, said) = check("somebody/no-such-model");
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("the model is not in the hub's cache on this host"), "{said}");
+}

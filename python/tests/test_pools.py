@@ -201,6 +201,8 @@ def test_sparse_vectors(client: Any) -> None:
     assert best == dict(sorted(sorted(found[0].items(), key=lambda pair: -pair[1])[:3]))
     with pytest.raises(BadRequest, match="threshold"):
         sparse.embed_sparse(["wax"], threshold=-1)
+
+
 def test_token_labels(client: Any) -> None:
     labels = client.with_options(queue="token-labels")
     found = labels.token_labels(TEXTS, rows_per_task=5)

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use serde_json::Value as Json;
 
 use crate::protocol::results::FileFormat;
 
@@ -29,9 +30,24 @@ pub struct BatchFiles {
     /// The column of a table with the texts; each row is a request
     #[arg(long, value_name = "NAME", conflicts_with = "files")]
     pub column: Option<String>,
+    /// The column of a table with the ids of its rows, which the output repeats; by default they are numbered from 0
+    #[arg(long, value_name = "NAME", requires = "column")]
+    pub id_column: Option<String>,
+    /// A field of each request for a file or a row of a table, such as language=en, voice=heart or top_k=3; may be repeated. VALUE
+    /// is JSON, or else a text
+    #[arg(long, value_name = "NAME=VALUE", value_parser = field)]
+    pub field: Vec<(String, Json)>,
     /// The URL that files and tables are sent to; by default the first one of the pool that takes such files or texts
     #[arg(long)]
     pub url: Option<String>,
+}
+
+/// Parses a field of a request.
+pub(super) fn field(text: &str) -> Result<(String, Json), String> {
+    let (name, value) =
+        text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or("expected NAME=VALUE")?;
+    let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
+    Ok((name.to_owned(), value))
 }
 
 /// Parses the name of a format.
@@ -39,4 +55,24 @@ pub(super) fn format(text: &str) -> Result<FileFormat, String> {
     let found = FileFormat::of_name(&format!("result.{}", text.trim_start_matches('.')));
     let formats = FileFormat::ALL.map(|(format, _)| format);
     found.ok_or_else(|| format!("expected one of {}", FileFormat::endings(&formats)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_value_of_a_field_is_json_or_else_a_text() {
+        for (text, name, value) in [
+            ("language=en", "language", json!("en")),
+            ("top_k=3", "top_k", json!(3)),
+            ("keywords=[\"a=b\"]", "keywords", json!(["a=b"])),
+            ("prompt=\"5\"", "prompt", json!("5")),
+        ] {
+            assert_eq!(field(text), Ok((name.to_owned(), value)));
+        }
+        assert!(field("language").is_err() && field("=en").is_err());
+    }
 }

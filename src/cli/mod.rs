@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use serde_json::Value as Json;
 
 use crate::protocol::control::RUN_ID_DIGITS;
 use crate::protocol::results::FileFormat;
@@ -209,6 +210,9 @@ pub struct Publish {
     /// The format of files without an ending of their own: txt, srt, vtt, json, wav, flac, pcm or png
     #[arg(long, value_parser = batch::format, requires = "output")]
     pub format: Option<FileFormat>,
+    /// A field of each task that is given as TEXT, such as language=en; may be repeated. VALUE is JSON, or else a text
+    #[arg(long, value_name = "NAME=VALUE", value_parser = batch::field, conflicts_with = "input")]
+    pub field: Vec<(String, Json)>,
     /// Longest wait for the next reply
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
     pub timeout: Duration,

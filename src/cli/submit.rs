@@ -11,7 +11,7 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce submit -i a.jsonl -i b.jsonl -o answers.jsonl --pool embed --rows-per-task 32 --background
   produce-rows | sconce submit -i - -o answers.jsonl       not resumed: standard input cannot be read again
   sconce submit -i rows.jsonl -o vectors.npy               one matrix, and the ids in vectors.ids.jsonl
-  sconce submit --output-dir subs --format srt recordings/*.mp3
+  sconce submit --output-dir subs --format srt --field language=en recordings/*.mp3
   sconce submit --cancel 3f6c1a2b9d04                       cancel what a job has published
 
 Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all \

@@ -38,7 +38,6 @@ use crate::protocol::admin::CANCEL;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
-use crate::protocol::results::RESPONSE_FORMAT;
 use crate::protocol::{Headers, JSON, Message, Properties};
 
 /// Maximum number of publishes under way at once. The publisher has at most 190 unconfirmed messages on its shared
@@ -501,7 +500,7 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
     let Request { message_id, mut headers, body, expires, .. } = request;
     let now = jiff::Timestamp::now();
     headers.insert("timestamp_in_ms".into(), now.as_millisecond().into());
-    headers.extend(body.response_format.map(|format| (RESPONSE_FORMAT.to_owned(), format.into())));
+    headers.extend(body.headers());
     let properties = Properties {
         content_type: Some(body.media_type.unwrap_or_else(|| JSON.into())),
         correlation_id: Some(number.to_string()),

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 
 use super::{Registry, start_logging, tolerate_broken_pipe};
 use crate::cli::{CheckConfig, Settings};
@@ -36,6 +36,19 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             .check(pool, &slots)
             .with_context(|| format!("pool {:?}", pool.name))
             .exits_with(Exit::ModelFailed)?;
+        let mistyped =
+            pool.missing_folder.as_deref().filter(|_| description.is_none() && pool.model.contains('/'));
+        if let Some((folder, parent)) = mistyped.and_then(|folder| Some((folder, folder.parent()?)))
+            && parent.is_dir()
+        {
+            let (name, folder, parent) = (&pool.name, folder.display(), parent.display());
+            return Err(anyhow!(
+                "pool {name:?}: there is no folder {folder}, although there is {parent}, and the hub's cache on this host has \
+                 no model {:?}",
+                pool.model
+            )
+            .exits_with(Exit::ModelFailed));
+        }
         let description = description.unwrap_or_else(|| match &pool.missing_folder {
             Some(folder) => {
                 format!(

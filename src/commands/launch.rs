@@ -33,6 +33,10 @@ const CONTROL_PREFETCH: u16 = 1;
 const CANCELLATIONS_PREFETCH: u16 = 1_000;
 /// How many cancellations may wait for this launcher. The broker refuses further ones.
 const CANCELLATIONS_LENGTH: i32 = 5_000;
+/// How many control requests may wait for this launcher. The broker refuses further ones.
+const CONTROL_LENGTH: i32 = 1_000;
+/// How many bytes may wait in either queue: 16 MiB.
+const REQUESTS_BYTES: i64 = 16 << 20;
 /// How long the launcher may take to answer the request that shut it down.
 const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Minimum time between two polls of the pools' queues.
@@ -218,9 +222,9 @@ async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
     // Binds the routing keys of all pools and slots, because those of this launcher may change. The launcher filters each
     // request by its routing key.
     let keys = ["all", &host, &launcher, "pool.#", "slot.#"].map(str::to_owned).to_vec();
-    let operators = Listener { settings, exchange, name: "control", keys, max_length: None };
+    let operators = Listener { settings, exchange, name: "control", keys, max_length: CONTROL_LENGTH };
     let keys = vec![Target::Cancel.routing_key()];
-    let max_length = Some(CANCELLATIONS_LENGTH);
+    let max_length = CANCELLATIONS_LENGTH;
     let requesters = Listener { settings, exchange, name: "cancellations", keys, max_length };
     tokio::join!(
         operators.serve(controlled, CONTROL_PREFETCH, admin::control),
@@ -235,7 +239,7 @@ struct Listener<'a> {
     /// Part of its connections' name.
     name: &'a str,
     keys: Vec<String>,
-    max_length: Option<i32>,
+    max_length: i32,
 }
 
 impl Listener<'_> {
@@ -252,6 +256,7 @@ impl Listener<'_> {
                 exchange: (*exchange).to_owned(),
                 keys: keys.clone(),
                 max_length: *max_length,
+                max_bytes: REQUESTS_BYTES,
             };
             let name = format!("sconce {} ({name})", controlled.name);
             let connector =

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use futures_util::stream;
 use indicatif::ProgressBar;
 use serde_json::value::RawValue;
@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::published_files::{ResultFile, ResultFiles};
-use super::requests::{self, Requests, of_file, requests_in};
+use super::requests::{self, Requests, fields_of, of_file, requests_in};
 use super::show::Show;
 use super::{Registry, broker_session, load, pool_named, progress, start_logging};
 use crate::broker::BrokerError;
@@ -57,7 +57,10 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let (requests, total): (Requests, _) = match &arguments.input {
         None => {
-            let tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
+            let mut tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
+            let fields = fields_of(&arguments.field).exits_with(Exit::Usage)?;
+            let added = tasks.iter_mut().try_for_each(|task| task.body.add_fields(&fields));
+            added.map_err(|problem| anyhow!("--field: {problem}")).exits_with(Exit::Usage)?;
             let total = tasks.len() as u64;
             (Box::new(tasks.into_iter().map(Ok)), Some(total))
         }
@@ -84,6 +87,9 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             prefetch,
         )
         .await?;
+        if let Some(folder) = arguments.output.as_deref().filter(|_| total != Some(1)) {
+            std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        }
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };

@@ -81,8 +81,8 @@ impl ResultFiles {
                 "--output {shown} names one .{ending} file, and there are several tasks, or their number is not known: \
                  give a folder"
             );
-        } else {
-            std::fs::create_dir_all(path).with_context(|| shown.to_string())?;
+        } else if path.symlink_metadata().is_ok() && !path.is_dir() {
+            bail!("--output {shown} is no folder, and there are several tasks, or their number is not known");
         }
         if arguments.input.is_none() && url == Some(image_generation::URL) {
             format = format.or(Some(FileFormat::Png));
@@ -121,8 +121,11 @@ impl ResultFiles {
         self.next += 1;
         let own_url = request.url.as_deref().filter(|_| !self.replaces_url);
         let url = own_url.or(self.url.as_deref()).map(str::to_owned);
-        let (path, format) =
-            if self.is_one { (self.path.clone(), self.format) } else { self.named(number, request)? };
+        let (path, format) = if self.is_one {
+            (self.path.clone(), self.format)
+        } else {
+            self.named(number, url.as_deref(), request)?
+        };
         if let Some(format) = format {
             let asked = format.ask(url.as_deref(), &mut request.body);
             asked.map_err(|problem| anyhow!("task {number}, {}: {problem}", path.display()))?;
@@ -131,7 +134,12 @@ impl ResultFiles {
     }
 
     /// The path and the format of a file in the folder.
-    fn named(&mut self, number: u64, request: &Request) -> anyhow::Result<(PathBuf, Option<FileFormat>)> {
+    fn named(
+        &mut self,
+        number: u64,
+        url: Option<&str>,
+        request: &Request,
+    ) -> anyhow::Result<(PathBuf, Option<FileFormat>)> {
         let name = match (&request.custom_id, &request.name) {
             (Some(id), _) => id.clone(),
             (None, Some(name)) => name.clone(),
@@ -156,13 +164,19 @@ impl ResultFiles {
             Some(format) => self.path.join(format!("{stem}.{}", format.ending())),
             None => self.path.join(&stem),
         };
-        let formats = self.names.entry(stem).or_default();
+        let formats = self.names.entry(stem.clone()).or_default();
         if formats.iter().any(|other| *other == format || other.is_none() || format.is_none()) {
             bail!("task {number}: another task has the same name, {}", path.display());
         }
         formats.push(format);
-        if format.is_some() && path.symlink_metadata().is_ok() && !is_special(&path) {
-            bail!("task {number}: {} exists already; remove it, or give another folder", path.display());
+        // Found now, and not after the reply has been computed.
+        let may_be = |format: &FileFormat| path.with_file_name(format!("{stem}.{}", format.ending()));
+        let paths: Vec<PathBuf> = match format {
+            Some(_) => vec![path.clone()],
+            None => FileFormat::of_url(url).iter().map(may_be).collect(),
+        };
+        if let Some(taken) = paths.iter().find(|path| path.symlink_metadata().is_ok() && !is_special(path)) {
+            bail!("task {number}: {} exists already; remove it, or give another folder", taken.display());
         }
         Ok((path, format))
     }
@@ -297,5 +311,10 @@ mod tests {
         let unnamed = open(&[]).file_for(&mut request(Some("y"), None, "{}")).unwrap();
         assert_eq!(unnamed.write(&reply("audio/wav", "RIFF")).unwrap(), None);
         assert!(folder.path().join("y.wav").exists(), "the reply decides the ending");
+        // A transcript cannot become y.wav, but z.json.
+        assert!(open(&[]).file_for(&mut request(Some("y"), None, "{}")).is_ok());
+        std::fs::write(folder.path().join("z.json"), "{}").unwrap();
+        let again = open(&[]).file_for(&mut request(None, Some("z"), "{}")).err().unwrap().to_string();
+        assert!(again.contains("z.json exists already; remove it"), "{again}");
     }
 }

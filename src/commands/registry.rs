@@ -245,7 +245,8 @@ impl Registry {
     /// # Errors
     /// No code serves the model, or a file is missing, invalid or truncated.
     pub(super) fn check(&self, pool: &Pool, slots: &[Assignment]) -> Result<Option<String>, LoadError> {
-        if self.named(&pool.model).is_none() && ModelFiles::is_path(&pool.model) {
+        if self.named(&pool.model).is_none() {
+            // Also refuses what is neither a folder nor can be an id of the hub.
             ModelFiles::locate(&pool.model)?;
         }
         let mut chosen = None;

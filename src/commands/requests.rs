@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
-use serde_json::{Value as Json, json};
+use serde_json::{Map, Value as Json, json};
 
 use super::Registry;
 use crate::cli::BatchFiles;
@@ -76,7 +76,7 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
         let media_type = Some((*media_type).to_owned());
-        RequestBody { bytes: bytes.into(), media_type, response_format: None }
+        RequestBody { media_type, ..bytes.into() }
     };
     let name = if file.starts_with("data:") { None } else { Path::new(file).file_stem() };
     let name = name.and_then(|stem| stem.to_str()).map(str::to_owned);
@@ -137,6 +137,20 @@ fn parse_line(line: &[u8]) -> anyhow::Result<Option<Request>> {
     }))
 }
 
+/// The fields of requests that flags give, by their names.
+///
+/// # Errors
+/// One is given twice.
+pub(super) fn fields_of(flags: &[(String, Json)]) -> anyhow::Result<Map<String, Json>> {
+    let mut fields = Map::new();
+    for (name, value) in flags {
+        if fields.insert(name.clone(), value.clone()).is_some() {
+            bail!("--field {name} is given twice");
+        }
+    }
+    Ok(fields)
+}
+
 /// The largest file that is sent, in bytes, if no pool's max_body is larger: the most that RabbitMQ 3 takes.
 const MAX_FILE: u64 = 128 << 20;
 /// Media types of files by the endings of their names.
@@ -156,28 +170,26 @@ const FILE_TYPES: [(&str, &str); 8] = [
 /// # Errors
 /// Arguments are missing, or no pool takes a file.
 pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Registry) -> anyhow::Result<Batch> {
-    let BatchFiles { input, output, files, output_dir, format, column, url } = arguments;
+    let BatchFiles { input, output, files, output_dir, format, column, id_column, field, url } = arguments;
+    let fields = fields_of(field)?;
     if let (Some(folder), Some(format)) = (output_dir, *format) {
         // A worker refuses a body over its pool's max_body; these settings may not be those of the worker.
         let max_bytes = pools.iter().map(|pool| pool.max_body).max().unwrap_or(0).max(MAX_FILE);
         let input_file = |(index, path): (usize, &PathBuf)| {
             let shown = path.display();
+            if path.is_dir() {
+                bail!("{shown} is a folder: name the files in it, such as {shown}/*.mp3");
+            }
             let media_type = media_type_of(path)?;
             let url =
                 url_for(media_type, url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
-            format.response_format(Some(&url)).map_err(|problem| anyhow!("{shown}: {problem}"))?;
             let stem = path.file_stem().and_then(|it| it.to_str());
             let stem = stem.with_context(|| format!("the name of {shown} is not UTF-8"))?;
             let result = format!("{stem}.{}", format.ending());
-            Ok(InputFile {
-                path: path.clone(),
-                number: index + 1,
-                result,
-                url,
-                media_type,
-                format,
-                max_bytes,
-            })
+            let (path, number, fields) = (path.clone(), index + 1, fields.clone());
+            let input = InputFile { path, number, result, url, media_type, format, fields, max_bytes };
+            input.body(Vec::new()).map_err(|problem| anyhow!("{}: {problem}", input.path.display()))?;
+            Ok(input)
         };
         let inputs = files.iter().enumerate().map(input_file).collect::<anyhow::Result<_>>()?;
         return Ok(Batch::Files { inputs, folder: folder.clone() });
@@ -186,42 +198,57 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
         bail!("give --input and --output, or files with --output-dir and --format");
     };
     // Also refuses an ending that no output has.
-    let asks_base64 = is_of_vectors(&output)?;
-    if let Some(table) = input.iter().find(|input| is_table(input)) {
-        let [path] = &input[..] else {
-            bail!("--input {} is a table, which must be the only input", table.display());
+    if is_of_vectors(&output)? {
+        let gives_none = |pool: &&Pool| {
+            let is_known = registry.route(pool).is_some_and(|route| route.url != Route::ANY);
+            is_known && !registry.answers(pool, embeddings::URL)
         };
-        let shown = path.display();
-        let column = column.as_deref();
-        let column =
-            column.with_context(|| format!("--column must name the column of {shown} with the texts"))?;
-        let url = url_for(None, url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
-        return batch_of_table(path, column, url, output, asks_base64);
+        if let Some(pool) = pools.first().filter(|_| pools.iter().all(|pool| gives_none(&pool))) {
+            let (name, shown) = (&pool.name, output.display());
+            bail!(
+                "--output {shown} takes vectors, and the model of pool {name:?} gives none: name it .jsonl"
+            );
+        }
     }
-    if column.is_some() || url.is_some() {
-        bail!("--column and --url apply to .csv and .parquet files, and --url to files with --output-dir");
+    if let Some(table) = input.iter().find(|input| is_table(input)) {
+        if input.len() > 1 {
+            bail!("--input {} is a table, which must be the only input", table.display());
+        }
+        #[cfg(feature = "tables")]
+        return batch_of_table(arguments, table, fields, output, pools, registry);
+        #[cfg(not(feature = "tables"))]
+        bail!("--input {}: this program is built without `tables`", table.display());
+    }
+    if column.is_some() || id_column.is_some() || url.is_some() || !fields.is_empty() {
+        bail!(
+            "--column, --url and --field apply to .csv and .parquet files, and the last two to files with --output-dir; \
+             a line of JSON has its own URL and fields"
+        );
     }
     Ok(Batch::Lines { inputs: input.clone(), output })
 }
 
 #[cfg(feature = "tables")]
 fn batch_of_table(
+    arguments: &BatchFiles,
     path: &Path,
-    column: &str,
-    url: String,
+    fields: Map<String, Json>,
     output: PathBuf,
-    asks_base64: bool,
+    pools: &[Pool],
+    registry: &Registry,
 ) -> anyhow::Result<Batch> {
+    let shown = path.display();
+    let column = arguments.column.clone();
+    let column =
+        column.with_context(|| format!("--column must name the column of {shown} with the texts"))?;
+    let url = url_for(None, arguments.url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
     if [RERANK_URL, SCORE_URL].contains(&&*url) {
-        bail!("{url} compares several texts, and a row of {} is one text", path.display());
+        bail!("{url} compares several texts, and a row of {shown} is one text");
     }
-    let table = Table { path: path.to_owned(), column: column.to_owned(), url, asks_base64 };
+    let (id_column, asks_base64) = (arguments.id_column.clone(), is_of_vectors(&output)?);
+    let table = Table { path: path.to_owned(), column, id_column, url, fields, asks_base64 };
+    table.body("").map_err(|problem| anyhow!("{shown}: {problem}"))?;
     Ok(Batch::Table { table, output })
-}
-
-#[cfg(not(feature = "tables"))]
-fn batch_of_table(path: &Path, _: &str, _: String, _: PathBuf, _: bool) -> anyhow::Result<Batch> {
-    bail!("--input {}: this program is built without `tables`", path.display())
 }
 
 /// The media type of a file by the ending of its name; none for a text.

@@ -112,6 +112,9 @@ async fn drive(
 fn with_exit(error: JobError) -> anyhow::Error {
     match error {
         JobError::Client(error) => error.into(),
+        JobError::Output(ref cause) if cause.kind() == io::ErrorKind::Unsupported => {
+            anyhow::Error::new(error).exits_with(Exit::Usage)
+        }
         JobError::InputChanged(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
         JobError::Withdrawn(_) => anyhow::Error::new(error).exits_with(Exit::Aborted),
         JobError::Input { .. } | JobError::Output(_) => error.into(),
@@ -234,7 +237,9 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     for remark in job.remarks() {
         let _ = writeln!(summary, "{remark}");
     }
-    summary += &batch_errors::summary(errors);
+    if !job.names_errors() {
+        summary += &batch_errors::summary(errors);
+    }
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(
@@ -263,22 +268,28 @@ async fn withdraw_left(settings: &Settings, id: &str, left: u64, queue: &str) {
 }
 
 /// Withdraws a job, so that all workers answer its tasks with 499. Ends its client, which would otherwise wait for the
-/// first of these answers, and without workers for ever.
+/// first of these answers, and without workers for ever. Refuses an id that the broker has no queue of.
 async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let cancellation = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
     let withdrawn = withdraw(settings, cancellation).await;
     let told = tokio::time::timeout(TELL_TIMEOUT, end_run(&settings.broker, job)).await;
     let told = told.map_err(anyhow::Error::from).and_then(|told| Ok(told?));
+    let is_unknown = matches!(told, Ok(RunEnd::Unknown));
     match told {
         Ok(RunEnd::Told) => writeln!(io::stdout(), "the `sconce submit` of job {job} is told to end")?,
         Ok(RunEnd::Gone) => writeln!(io::stdout(), "no `sconce submit` runs job {job} any more")?,
-        Ok(RunEnd::Unknown) => writeln!(io::stdout(), "no `sconce submit` runs job {job}")?,
+        Ok(RunEnd::Unknown) => {
+            writeln!(
+                io::stderr(),
+                "no job {job} is known: a job's queue of replies is kept for 24 h, and there is none"
+            )?;
+        }
         Err(error) => {
             writeln!(io::stderr(), "the `sconce submit` of job {job} cannot be told to end: {error:#}")?
         }
     }
     writeln!(io::stdout(), "{}: for one hour, workers answer tasks of job {job} with 499", withdrawn?)?;
-    Ok(Exit::Done)
+    Ok(if is_unknown { Exit::Refused } else { Exit::Done })
 }
 
 #[cfg(test)]

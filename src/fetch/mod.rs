@@ -202,9 +202,12 @@ impl Fetcher {
 
     /// Reserves memory for a file of `size` bytes, or of unknown size.
     async fn buffer(&self, size: Option<u64>, claim: Claim) -> Result<Buffer, Failure> {
-        let max_bytes = self.limits.max_size.min(claim.max_size);
+        let of_pool = (self.limits.max_size, "fetch.max_size");
+        let (max_bytes, limit) = of_pool.min((claim.max_size, "max_body"));
         if let Some(size) = size.filter(|size| *size > max_bytes) {
-            return Err(Failure::TooLarge(format!("has {size} bytes; this pool takes at most {max_bytes}")));
+            return Err(Failure::TooLarge(format!(
+                "has {size} bytes; this pool takes at most {max_bytes} ({limit})"
+            )));
         }
         let expected = size.unwrap_or(max_bytes);
         let requester_limit = self.limits.memory / 2;
@@ -226,7 +229,7 @@ impl Fetcher {
         let mut bytes = Vec::new();
         let no_memory = |_| Failure::Unavailable("does not fit into the worker's memory now".to_owned());
         bytes.try_reserve_exact(expected.saturating_add(1) as usize).map_err(no_memory)?;
-        Ok(Buffer { bytes, size, max_bytes, share })
+        Ok(Buffer { bytes, size, max_bytes, limit, share })
     }
 
     /// The URL of an S3 object, signed with the credentials of the settings.
@@ -253,6 +256,8 @@ struct Buffer {
     /// The file's size, if it was declared.
     size: Option<u64>,
     max_bytes: u64,
+    /// The setting that `max_bytes` is.
+    limit: &'static str,
     share: Share,
 }
 
@@ -278,15 +283,15 @@ impl Buffer {
     }
 
     fn check(&self) -> Result<(), Failure> {
-        let (read, max_bytes) = (self.bytes.len() as u64, self.max_bytes);
+        let (read, max_bytes, limit) = (self.bytes.len() as u64, self.max_bytes, self.limit);
         match self.size {
             Some(size) if read != size => Err(Failure::Unavailable(format!(
                 "should have {size} bytes, and {} came",
                 received(read, size)
             ))),
-            None if read > max_bytes => {
-                Err(Failure::TooLarge(format!("has more than the {max_bytes} bytes that this pool takes")))
-            }
+            None if read > max_bytes => Err(Failure::TooLarge(format!(
+                "has more than the {max_bytes} bytes that this pool takes ({limit})"
+            ))),
             _ => Ok(()),
         }
     }

@@ -92,7 +92,10 @@ async fn statuses_decide_whether_another_try_is_worth_it() {
 async fn a_file_that_is_too_large_or_lies_about_its_length_is_not_taken() {
     let declared = answering("HTTP/1.1 200 OK\r\nContent-Length: 1001\r\n\r\n");
     let failure = fetched(&declared).await.unwrap_err();
-    assert_eq!(failure, Failure::TooLarge("has 1001 bytes; this pool takes at most 1000".to_owned()));
+    assert_eq!(
+        failure,
+        Failure::TooLarge("has 1001 bytes; this pool takes at most 1000 (fetch.max_size)".to_owned())
+    );
     let endless = serve(|_, stream| {
         write!(stream, "HTTP/1.1 200 OK\r\n\r\n")?;
         loop {
@@ -203,7 +206,10 @@ async fn files_are_read_from_a_folder_and_their_bytes_count_until_dropped() {
     let clone = first.clone();
     drop(first);
     let large = fetch("large").await.unwrap_err();
-    assert_eq!(large, Failure::TooLarge("has 1001 bytes; this pool takes at most 1000".to_owned()));
+    assert_eq!(
+        large,
+        Failure::TooLarge("has 1001 bytes; this pool takes at most 1000 (fetch.max_size)".to_owned())
+    );
     // A requester may hold half of the 10,000 bytes.
     let mut more = Vec::new();
     for _ in 0..7 {

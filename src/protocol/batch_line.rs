@@ -11,8 +11,9 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
+use serde_json::{Map, Value as Json};
 
-use super::{Message, data_url, shorten};
+use super::{Headers, Message, Value, data_url, shorten};
 
 /// Longest problem text, in bytes. The text may contain the invalid value, which can be long.
 const MAX_PROBLEM_BYTES: usize = 500;
@@ -35,8 +36,8 @@ pub struct RequestBody {
     pub bytes: Bytes,
     /// Their media type; none means JSON.
     pub media_type: Option<String>,
-    /// The form of the reply that a header asks for, because bytes have no field for it.
-    pub response_format: Option<&'static str>,
+    /// Fields of the request that are sent as headers, because bytes have no room for them. Empty for JSON.
+    pub parameters: Map<String, Json>,
 }
 
 /// Whether a body may be a JSON object, in which parameters are fields.
@@ -47,7 +48,7 @@ pub(super) fn is_json_object(body: &RequestBody) -> bool {
 impl<T: Into<Bytes>> From<T> for RequestBody {
     /// A JSON body.
     fn from(json: T) -> Self {
-        Self { bytes: json.into(), media_type: None, response_format: None }
+        Self { bytes: json.into(), media_type: None, parameters: Map::new() }
     }
 }
 
@@ -66,7 +67,48 @@ impl RequestBody {
     /// A message that says what is wrong with it.
     pub fn from_data_url(url: &str) -> Result<Self, String> {
         let (media_type, bytes) = data_url(url)?;
-        Ok(Self { bytes: bytes.into(), media_type: Some(media_type), response_format: None })
+        Ok(Self { bytes: bytes.into(), media_type: Some(media_type), parameters: Map::new() })
+    }
+
+    /// Adds fields to the request. A body that should be JSON and is not stays as it is: the pool refuses it.
+    ///
+    /// # Errors
+    /// A message: the request has one of these fields already.
+    pub fn add_fields(&mut self, fields: &Map<String, Json>) -> Result<(), String> {
+        let taken = |name: &str| format!("the field {name} is not free: this command fills it in itself");
+        if fields.is_empty() {
+            return Ok(());
+        }
+        if !is_json_object(self) {
+            if let Some(name) = fields.keys().find(|name| self.parameters.contains_key(*name)) {
+                return Err(taken(name));
+            }
+            self.parameters.extend(fields.clone());
+            return Ok(());
+        }
+        let Ok(mut all) = serde_json::from_slice::<Map<String, Json>>(&self.bytes) else { return Ok(()) };
+        if let Some(name) = fields.keys().find(|name| all.contains_key(*name)) {
+            return Err(taken(name));
+        }
+        all.extend(fields.clone());
+        self.bytes = serde_json::to_vec(&all).unwrap_or_default().into();
+        Ok(())
+    }
+
+    /// The headers of a message with this body.
+    pub fn headers(&self) -> Headers {
+        let value = |value: &Json| match value {
+            Json::Null => Value::Void,
+            Json::Bool(switch) => Value::Bool(*switch),
+            Json::String(text) => text.as_str().into(),
+            Json::Number(number) => match (number.as_i64(), number.as_f64()) {
+                (Some(number), _) => number.into(),
+                (None, number) => number.unwrap_or_default().into(),
+            },
+            // Lists and objects travel as a text of JSON.
+            other => other.to_string().into(),
+        };
+        self.parameters.iter().map(|(name, field)| (name.clone(), value(field))).collect()
     }
 }
 

@@ -52,8 +52,14 @@ impl FileFormat {
         formats.iter().map(|it| format!(".{}", it.ending())).collect::<Vec<_>>().join(", ")
     }
 
+    /// The formats that replies of a URL can have; all for an unknown one.
+    pub fn of_url(url: Option<&str>) -> Vec<Self> {
+        let known = url.and_then(Self::of_known_url);
+        known.map_or_else(|| Self::ALL.map(|(format, _)| format).to_vec(), <[Self]>::to_vec)
+    }
+
     /// The formats that replies of a URL can have; none for the URL of an unknown model.
-    fn of_url(url: &str) -> Option<&'static [Self]> {
+    fn of_known_url(url: &str) -> Option<&'static [Self]> {
         Some(match url {
             transcriptions::TRANSCRIPTIONS_URL | transcriptions::TRANSLATIONS_URL => {
                 &[Self::Text, Self::Srt, Self::Vtt, Self::Json]
@@ -78,7 +84,7 @@ impl FileFormat {
     /// # Errors
     /// A message: replies of this URL cannot have this format.
     pub fn response_format(self, url: Option<&str>) -> Result<Option<&'static str>, String> {
-        if let Some((url, formats)) = url.and_then(|url| Some((url, Self::of_url(url)?)))
+        if let Some((url, formats)) = url.and_then(|url| Some((url, Self::of_known_url(url)?)))
             && !formats.contains(&self)
         {
             let possible = Self::endings(formats);
@@ -86,12 +92,12 @@ impl FileFormat {
             return Err(format!("a result of {url} cannot be written as .{ending}, only as {possible}"));
         }
         let is_transcript =
-            url.is_some_and(|url| Self::of_url(url).is_some_and(|it| it.contains(&Self::Srt)));
+            url.is_some_and(|url| Self::of_known_url(url).is_some_and(|it| it.contains(&Self::Srt)));
         Ok(match self {
             Self::Text if is_transcript => Some("text"),
             Self::Text | Self::Json => None,
             Self::Srt | Self::Vtt | Self::Wav | Self::Flac | Self::Pcm | Self::Png => {
-                let is_ours = url.is_none_or(|url| Self::of_url(url).is_some());
+                let is_ours = url.is_none_or(|url| Self::of_known_url(url).is_some());
                 is_ours.then(|| self.ending())
             }
         })
@@ -103,7 +109,7 @@ impl FileFormat {
         struct Asked {
             response_format: String,
         }
-        if let Some(name) = body.response_format {
+        if let Some(name) = body.parameters.get(RESPONSE_FORMAT).and_then(|name| name.as_str()) {
             return Self::of_response_format(name);
         }
         is_json_object(body)
@@ -137,7 +143,7 @@ impl FileFormat {
         }
         let Some(wanted) = wanted else { return Ok(()) };
         if !is_json_object(body) {
-            body.response_format = Some(wanted);
+            body.parameters.insert(RESPONSE_FORMAT.to_owned(), wanted.into());
             return Ok(());
         }
         let Ok(mut fields) = serde_json::from_slice::<BTreeMap<String, Box<RawValue>>>(&body.bytes) else {
@@ -258,11 +264,11 @@ impl<'a> ResultLine<'a> {
     }
 }
 
-/// The only vector in the body of a reply of `/v1/embeddings`.
+/// The only vector in the body of a reply of `/v1/embeddings`. None if the reply has another form.
 ///
 /// # Errors
-/// A message: the reply has another form, or another number of vectors.
-pub fn vector_of(body: &RawValue) -> Result<Vec<f32>, String> {
+/// A message: the reply has another number of vectors, or an error in the place of one.
+pub fn vector_of(body: &RawValue) -> Result<Option<Vec<f32>>, String> {
     #[derive(Deserialize)]
     struct Reply {
         data: Vec<Item>,
@@ -277,22 +283,21 @@ pub fn vector_of(body: &RawValue) -> Result<Vec<f32>, String> {
         Float(Vec<f32>),
         Base64(String),
     }
-    let no_vector = |_| "the reply has no vectors".to_owned();
-    let Reply { data } = serde_json::from_str(body.get()).map_err(no_vector)?;
+    let Ok(Reply { data }) = serde_json::from_str(body.get()) else { return Ok(None) };
     let count = data.len();
     let mut items = data.into_iter();
     let (Some(Item { embedding }), None) = (items.next(), items.next()) else {
         return Err(format!("the reply has {count} vectors, and a row of the output has one"));
     };
     match embedding {
-        Some(Numbers::Float(vector)) => Ok(vector),
+        Some(Numbers::Float(vector)) => Ok(Some(vector)),
         Some(Numbers::Base64(text)) => {
             let bytes = from_base64(&text)?;
             let (numbers, rest) = bytes.as_chunks::<4>();
             if !rest.is_empty() {
                 return Err(format!("the vector has {} bytes, which are no numbers of 4 bytes", bytes.len()));
             }
-            Ok(numbers.iter().map(|number| f32::from_le_bytes(*number)).collect())
+            Ok(Some(numbers.iter().map(|number| f32::from_le_bytes(*number)).collect()))
         }
         None => Err("the reply has an error in the place of its vector".to_owned()),
     }
@@ -334,7 +339,7 @@ mod tests {
         assert_eq!(error, "response_format asks for .srt, and the name of its file ends with .vtt");
         let mut sound = RequestBody::from_data_url("data:audio/wav;base64,UklGRg==").unwrap();
         FileFormat::Text.ask(TRANSCRIPTS, &mut sound).unwrap();
-        assert_eq!((&sound[..], sound.response_format), (&b"RIFF"[..], Some("text")));
+        assert_eq!((&sound[..], &sound.parameters[RESPONSE_FORMAT]), (&b"RIFF"[..], &json!("text")));
         let mut speech = RequestBody::from(r#"{"input":"a"}"#);
         let error = FileFormat::Png.ask(Some(speech::SPEECH_URL), &mut speech).unwrap_err();
         assert!(error.ends_with("cannot be written as .png, only as .wav, .flac, .pcm"), "{error}");
@@ -368,14 +373,14 @@ mod tests {
     #[test]
     fn a_vector_is_read_from_digits_or_base64_and_only_one() {
         let reply = |data: serde_json::Value| raw(&json!({"object": "list", "data": data}));
-        assert_eq!(vector_of(&reply(json!([{"embedding": [1.0, -2.0]}]))), Ok(vec![1.0, -2.0]));
-        assert_eq!(vector_of(&reply(json!([{"embedding": "AACAPwAAAMA="}]))), Ok(vec![1.0, -2.0]));
+        assert_eq!(vector_of(&reply(json!([{"embedding": [1.0, -2.0]}]))), Ok(Some(vec![1.0, -2.0])));
+        assert_eq!(vector_of(&reply(json!([{"embedding": "AACAPwAAAMA="}]))), Ok(Some(vec![1.0, -2.0])));
+        assert_eq!(vector_of(&reply(json!("x"))), Ok(None), "of another kind");
         for (data, message) in [
             (json!([]), "0 vectors"),
             (json!([{"embedding": [1.0]}, {"embedding": [1.0]}]), "2 vectors"),
             (json!([{"object": "error"}]), "an error in the place"),
             (json!([{"embedding": "AACAPwA="}]), "5 bytes"),
-            (json!("x"), "no vectors"),
         ] {
             let error = vector_of(&reply(data)).unwrap_err();
             assert!(error.contains(message), "{error}");

@@ -4,6 +4,7 @@
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
 mod json_lines;
+mod panics;
 mod span;
 mod throttle;
 #[cfg_attr(not(feature = "otlp"), path = "no_traces.rs")]
@@ -64,7 +65,7 @@ pub enum Format {
     Json,
 }
 
-/// Installs the subscriber. `filter` is spelled as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`).
+/// Installs the subscriber, and the hook that prints panics. `filter` is spelled as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`).
 ///
 /// # Errors
 /// What is wrong with the filter; then nothing is installed.
@@ -82,6 +83,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
     if tracing_subscriber::registry().with(lines).try_init().is_ok() {
         let _ = REPLACE_FILTER.set(Box::new(move |filter| handle.reload(without_secrets(filter)).is_ok()));
         let _ = INITIAL_FILTER.set(written.to_owned());
+        panics::throttle();
     }
     Ok(())
 }

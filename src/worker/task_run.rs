@@ -278,7 +278,9 @@ impl Shared {
         let properties = &task.message.properties;
         let size = task.message.body.len() as u64;
         if size > self.max_body {
-            let message = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
+            let most = self.max_body;
+            let message =
+                format!("the body is {size} bytes; this pool takes at most {most} (its setting max_body)");
             return Err(TaskError::new(TaskErrorKind::TooLarge, message));
         }
         if task.message.is_celery_task() {

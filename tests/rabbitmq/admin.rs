@@ -331,6 +331,42 @@ async fn any_client_can_ask_and_what_is_no_request_is_refused_in_words() {
     assert_eq!(sconce.stop().await, 0);
 }
 
+#[expect(clippy::disallowed_methods, reason = "any client publishes to an exchange as it likes")]
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_wait_in_a_bounded_queue_and_an_order_that_finds_it_full_is_told() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url()).controlled();
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("listening").await;
+    sconce.signal(Signal::SIGSTOP);
+    let client = Client::connect(&rabbit.url()).await;
+    let channel = client.channel().await;
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("an answer");
+    let mut confirms = Vec::new();
+    for _ in 0..1_200 {
+        let (options, properties) = (BasicPublishOptions::default(), BasicProperties::default());
+        let ping = br#"{"command":"ping"}"#;
+        let published =
+            channel.basic_publish(settings.control().into(), "all".into(), options, ping, properties);
+        confirms.push(published.await.expect("published"));
+    }
+    let mut refused = 0;
+    for confirm in confirms {
+        refused += usize::from(!confirm.await.expect("an answer").is_ack());
+    }
+    assert!((150..=200).contains(&refused), "{refused}");
+    let (code, _, log) = ctl(&settings, &["ping", "--timeout", "2s"]).await;
+    assert_eq!(code, 1, "{log}");
+    assert!(log.contains("the queue of requests of a launcher is full"), "{log}");
+    sconce.signal(Signal::SIGCONT);
+    until("orders are taken again", async || {
+        let (code, _, _) = ctl(&settings, &["ping", "--timeout", "5s"]).await;
+        (code == 0).then_some(())
+    })
+    .await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn where_nobody_answers_or_nothing_is_there_ctl_says_so() {
     let rabbit = Rabbit::shared();

@@ -68,6 +68,19 @@ async fn the_ending_of_a_file_decides_the_format_of_its_result() {
     assert!(written.starts_with("WEBVTT"), "{written}");
     printed(&settings, &["publish", "--output", &path("subs"), "--format", "vtt", &recording, &other]).await;
     assert!(Path::new(&path("subs/short.vtt")).exists() && Path::new(&path("subs/reading.vtt")).exists());
+    // Without a format, the reply decides the ending, and its file is looked for before anything is published.
+    std::fs::create_dir(path("json")).expect("a folder");
+    printed(&settings, &["publish", "--output", &path("json"), &recording]).await;
+    assert!(Path::new(&path("json/short.json")).exists());
+    let mut again = Sconce::run(&settings, &["publish", "--output", &path("json"), &recording]);
+    assert_eq!(again.exit_code().await, 64, "{}", again.log());
+    assert!(again.log().contains("short.json exists already"), "{}", again.log());
+    let output = path("german.json");
+    let german = ["--field", "language=de", "--field", "response_format=verbose_json"];
+    let arguments = [&["publish", "--output", &output, &recording], &german[..]].concat();
+    printed(&settings, &arguments).await;
+    let reply = std::fs::read_to_string(path("german.json")).expect("a transcript");
+    assert!(reply.contains("\"language\":\"de\""), "{reply}");
     let lines = |ids: &[&str]| {
         let body = json!({"file_url": "data:audio/wav;base64,UklGRg=="});
         let lines: String =
@@ -82,6 +95,7 @@ async fn the_ending_of_a_file_decides_the_format_of_its_result() {
             Sconce::run(&settings, &["publish", "-i", &path("lines"), "--output", &path("ids")]);
         assert_eq!(refused.exit_code().await, 64, "{}", refused.log());
         assert!(refused.log().contains(words), "{}", refused.log());
+        assert!(!Path::new(&path("ids")).exists(), "a refused command leaves no folder");
     }
     let mut refused = Sconce::run(&settings, &["publish", "--output", &path("c.jpg"), &recording]);
     assert_eq!(refused.exit_code().await, 64, "{}", refused.log());

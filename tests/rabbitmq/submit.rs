@@ -361,8 +361,8 @@ async fn a_withdrawn_job_ends_its_client_although_there_is_no_worker() {
     again.exit_code().await;
     assert!(again.log().contains(&format!("runs job {id} any more")), "{}", again.log());
     let mut unknown = Sconce::run(&settings, &["submit", "--cancel", "0123456789ab"]);
-    unknown.exit_code().await;
-    assert!(unknown.log().contains("no `sconce submit` runs job 0123456789ab"), "{}", unknown.log());
+    assert_eq!(unknown.exit_code().await, 1, "{}", unknown.log());
+    assert!(unknown.log().contains("no job 0123456789ab is known"), "{}", unknown.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -577,6 +577,7 @@ async fn a_job_writes_a_file_for_each_recording() {
         ["short.mp3", "reading.flac"].map(|name| fixtures.join("sound").join(name).display().to_string());
     let submit = async |recordings: &[String]| {
         let flags = ["submit", "--output-dir", subs.to_str().expect("UTF-8"), "--format", "vtt"];
+        let flags = [&flags[..], &["--field", "language=de"]].concat();
         let files = recordings.iter().map(String::as_str);
         let mut job = Sconce::run(&settings, &flags.into_iter().chain(files).collect::<Vec<_>>());
         assert_eq!(job.exit_code().await, 0, "{}", job.log());
@@ -589,4 +590,26 @@ async fn a_job_writes_a_file_for_each_recording() {
         assert!(subtitles.starts_with("WEBVTT"), "{subtitles}");
     }
     assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_whose_first_reply_has_no_vector_ends_there_and_leaves_no_file() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let mut files = Files::new(&rows(3));
+    files.output.set_extension("npy");
+    let said = files.ends_with(64, &settings, &[]).await;
+    assert!(said.contains("it takes vectors, and the reply to \"row-0\" has none"), "{said}");
+    let ids = files.output.with_extension("ids.jsonl");
+    assert!(!files.output.exists() && !ids.exists());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_without_its_queue_leaves_no_file() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let files = Files::new(&rows(3));
+    let mut job = files.submit(&settings, &[]);
+    assert_ne!(job.exit_code().await, 0, "{}", job.log());
+    assert!(!files.output.exists(), "{}", job.log());
 }

@@ -38,6 +38,7 @@ fn each_recording_gets_its_subtitles_and_a_later_run_makes_only_what_is_missing(
     let ended = run(&rig, &all, &["--format", "srt"]);
     assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     assert!(ended.stderr.contains("broken.srt: 400: "), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("400").count(), 1, "an error is told once: {}", ended.stderr);
     let subs = rig.path("subs");
     let written = [".sconce.files.jsonl", ".sconce.files.jsonl.run.json", "episode 2.srt", "one.srt"];
     assert_eq!(names(&subs), written);
@@ -71,6 +72,7 @@ fn names_and_formats_are_checked_before_any_work() {
         (&["one.mp3"], "jpg", "expected one of .txt"),
         (&["notes.doc"], "srt", "notes.doc ends with none of"),
         (&["missing.mp3"], "srt", "missing.mp3"),
+        (&["tmp"], "srt", "tmp is a folder: name the files in it"),
     ] {
         let ended = run(&rig, files, &["--format", format]);
         assert_eq!(ended.code, Some(64), "{}", ended.stderr);
@@ -90,6 +92,77 @@ fn names_and_formats_are_checked_before_any_work() {
         "{}",
         ended.stderr
     );
+}
+
+#[test]
+fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
+    let rig = Rig::new(&[]);
+    fs::copy(fixture("sound/short.mp3"), rig.path("one.mp3")).unwrap();
+    let run = |fields: &[&str]| {
+        let fields = fields.iter().flat_map(|field| ["--field", field]);
+        run(&rig, &["one.mp3"], &["--format", "json"].into_iter().chain(fields).collect::<Vec<_>>())
+    };
+    let german = ["language=de", "response_format=verbose_json"];
+    let ended = run(&german);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let reply: Value = serde_json::from_slice(&fs::read(rig.path("subs/one.json")).unwrap()).unwrap();
+    assert_eq!(reply["language"], "de");
+    assert!(run(&german).stderr.contains("all 1 lines are answered already"));
+    for (fields, words) in [
+        (&["language=fr"][..], "as it was before (of another size, time of change, URL or --field)"),
+        (&["language=fr", "language=de"], "--field language is given twice"),
+        (&["response_format=srt"], "response_format asks for .srt"),
+        (&["language"], "expected NAME=VALUE"),
+    ] {
+        let ended = run(fields);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+    }
+    fs::remove_file(rig.path("subs/one.json")).unwrap();
+    let ended = run(&["langage=de"]);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+    assert!(ended.stderr.contains("did you mean language?"), "{}", ended.stderr);
+    let lines = rig.run_echo(&["--field", "a=1"]);
+    assert!(
+        lines.code == Some(64) && lines.stderr.contains("has its own URL and fields"),
+        "{}",
+        lines.stderr
+    );
+}
+
+#[test]
+fn a_model_without_vectors_is_refused_for_a_matrix_before_or_at_its_first_reply() {
+    let rig = Rig::new(&(0..3).map(|n| line(&format!("r-{n}"), json!({"input": "a"}))).collect::<Vec<_>>());
+    let whisper = fixture("whisper-random").display().to_string();
+    for (model, words) in [
+        (whisper.as_str(), "x.npy takes vectors, and the model of pool \"transcribe\" gives none"),
+        // Nobody knows what this one answers.
+        ("echo", "it takes vectors, and the reply to \"r-0\" has none"),
+    ] {
+        let mut command = rig.bare_command();
+        command.arg("-i").arg(rig.input()).arg("-o").arg(rig.path("x.npy"));
+        command.args(["--model", model, "--devices", "cpu"]);
+        let ended = rig.start_command(command).wait();
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+        assert!(names(rig.path("x.npy").parent().unwrap()).iter().all(|name| !name.starts_with("x.")));
+    }
+}
+
+#[test]
+fn a_refused_command_leaves_no_file() {
+    let rig = Rig::new(&[line("a", json!({"input": "a"}))]);
+    let ended = rig.start(&["--model", "echo", "--devices", "cuda:99"]).wait();
+    assert_eq!(ended.code, Some(78), "{}", ended.stderr);
+    assert!(!rig.output().exists() && !rig.made_by().exists(), "{:?}", names(rig.output().parent().unwrap()));
+    // A file that was there stays, even if it is empty.
+    fs::write(rig.output(), "").unwrap();
+    assert_eq!(rig.start(&["--model", "echo", "--devices", "cuda:99"]).wait().code, Some(78));
+    assert!(rig.output().exists() && !rig.made_by().exists());
+    fs::write(rig.input(), "").unwrap();
+    fs::remove_file(rig.output()).unwrap();
+    assert_eq!(rig.run_echo(&[]).code, Some(0));
+    assert!(rig.output().exists(), "no lines have no answers");
 }
 
 /// Runs an encoder over the rig's input, into this file.
@@ -184,5 +257,18 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
         let ended = run(input, output, column);
         assert_eq!(ended.code, Some(64), "{}", ended.stderr);
         assert!(ended.stderr.contains(problem), "{}", ended.stderr);
+        let parts = ["x.npy", "x.ids.jsonl", "x.npy.run.json", "x.parquet.part", "x.parquet.ids.jsonl"];
+        assert!(parts.iter().all(|name| !rig.path(name).exists()));
     }
+    let ended = run("t.csv", "ids.npy", &["--column", "words", "--id-column", "number"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let ids = fs::read_to_string(rig.path("ids.ids.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(ids.lines().last().unwrap()).unwrap();
+    assert_eq!(last["custom_id"], "049");
+    assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("ids.npy")).unwrap());
+    fs::remove_file(rig.path("t.parquet")).unwrap();
+    let ended = run("t.csv", "t.parquet", &words);
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    assert!(ended.stderr.contains("t.parquet is missing, and"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("says that 50 of 50 rows are answered"), "{}", ended.stderr);
 }

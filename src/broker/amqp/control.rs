@@ -63,7 +63,8 @@ impl ControlClient {
         Ok(Self { broker, exchange: exchange.to_owned(), connection, channel, answers })
     }
 
-    /// Publishes a request, which expires after `expires`. False: no launcher is bound to this routing key.
+    /// Publishes a request, which expires after `expires`. Unroutable: no launcher is bound to this routing key. Nacked: the
+    /// queue of one of them is full.
     ///
     /// # Errors
     /// The broker refuses or is lost, or there is no such exchange.
@@ -73,7 +74,7 @@ impl ControlClient {
         body: &[u8],
         correlation_id: &str,
         expires: Duration,
-    ) -> Result<bool, BrokerError> {
+    ) -> Result<Published, BrokerError> {
         let properties = Properties {
             content_type: Some(JSON.into()),
             correlation_id: Some(correlation_id.to_owned()),
@@ -81,7 +82,7 @@ impl ControlClient {
             expiration: Some(expires.as_millis().to_string()),
             ..Properties::default()
         };
-        Ok(self.publish(routing_key, &properties, body).await? != Published::Unroutable)
+        self.publish(routing_key, &properties, body).await
     }
 
     /// Publishes a message without a body, which requests no answer.

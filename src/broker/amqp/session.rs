@@ -51,8 +51,9 @@ pub enum Subscription {
         exchange: String,
         /// The binding keys.
         keys: Vec<String>,
-        /// The most messages that wait in the queue. The broker refuses further ones.
-        max_length: Option<i32>,
+        /// The most messages that wait in the queue, and the most bytes of their bodies. The broker refuses further ones.
+        max_length: i32,
+        max_bytes: i64,
     },
 }
 
@@ -135,15 +136,15 @@ impl Session {
                 name.send_replace(Some(queue.clone()));
                 queue
             }
-            Subscription::Topic { exchange, keys, max_length } => {
+            Subscription::Topic { exchange, keys, max_length, max_bytes } => {
                 let durable = ExchangeDeclareOptions { durable: true, ..Default::default() };
                 let empty = FieldTable::default;
                 channel.exchange_declare(short(exchange), ExchangeKind::Topic, durable, empty()).await?;
                 let mut arguments = empty();
-                if let Some(max_length) = max_length {
-                    arguments.insert("x-max-length".into(), AMQPValue::LongInt(*max_length));
-                    arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
-                }
+                arguments.insert("x-max-length".into(), AMQPValue::LongInt(*max_length));
+                arguments.insert("x-max-length-bytes".into(), AMQPValue::LongLongInt(*max_bytes));
+                // Dropping the oldest would lose the orders of operators without a word.
+                arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
                 let queue = declare_private_queue(&channel, arguments).await?;
                 for key in keys {
                     let options = QueueBindOptions::default();

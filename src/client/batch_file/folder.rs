@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use serde_json::{Map, Value as Json};
 
 use super::FileError;
-use super::resume::claim;
+use super::record::record_path;
+use super::resume::{Claimed, claim};
 use super::rows::InputFile;
 use crate::client::whole_file::{is_special, write_new};
 use crate::protocol::batch_line::{OutputError, read_output};
@@ -40,6 +42,9 @@ struct InputStamp {
     size: u64,
     /// When it was last changed, in nanoseconds since 1970; none for a device or a pipe.
     modified: Option<i64>,
+    /// The fields of the request beside the file.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    fields: Map<String, Json>,
 }
 
 impl InputStamp {
@@ -52,7 +57,8 @@ impl InputStamp {
         let nanoseconds =
             metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
         let modified = metadata.is_file().then_some(nanoseconds);
-        Ok(Self { url: input.url.clone(), size: metadata.len(), modified })
+        let (url, fields) = (input.url.clone(), input.fields.clone());
+        Ok(Self { url, size: metadata.len(), modified, fields })
     }
 }
 
@@ -60,7 +66,7 @@ impl InputStamp {
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
-    list: File,
+    list: Claimed,
     /// The inputs of the files to write, by the files' names.
     inputs: HashMap<String, (FileFormat, InputStamp)>,
     remarks: Vec<String>,
@@ -116,11 +122,16 @@ impl Folder {
         check_names(inputs)?;
         let stamp = |input: &InputFile| InputStamp::of(input).map_err(FileError::at(input.path.display()));
         let stamps = inputs.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
-        fs::create_dir_all(path).map_err(FileError::at(path.display()))?;
         let list_path = path.join(LIST);
-        let mut list = claim(&list_path)?;
+        let is_new = !path.exists();
+        fs::create_dir_all(path).map_err(FileError::at(path.display()))?;
+        let mut list = claim(&list_path, &[record_path(&list_path)])?;
+        if is_new {
+            list.also_made(path.to_owned());
+        }
         let written = read_list(&mut list, &list_path)?;
-        let (mut left, mut by_name, mut problems) = (Vec::new(), HashMap::new(), Vec::new());
+        let (mut left, mut by_name) = (Vec::new(), HashMap::new());
+        let (mut changed, mut foreign) = (Vec::new(), Vec::new());
         for (input, stamp) in inputs.iter().zip(stamps) {
             let result = path.join(&input.result);
             let is_there = result.symlink_metadata().is_ok() && !is_special(&result);
@@ -130,15 +141,30 @@ impl Folder {
                     by_name.insert(input.result.clone(), (input.format, stamp));
                 }
                 Some(earlier) if *earlier == stamp && stamp.modified.is_some() => {}
-                Some(_) => problems.push(format!(
-                    "{} is the result of {} as it was before, or of a pipe or another URL",
-                    result.display(),
-                    input.path.display()
-                )),
-                None => problems.push(format!("{} exists, and was not written here", result.display())),
+                Some(_) => changed.push((result, &input.path)),
+                None => foreign.push(result),
             }
         }
-        refuse(&problems, "; remove it, or give another --output-dir")?;
+        let others = |count: usize, verb: &str| match count {
+            0 | 1 => String::new(),
+            count => format!(", and so {verb} {} other files", count - 1),
+        };
+        if let Some(result) = foreign.first() {
+            return Err(FileError::Refused(format!(
+                "{} exists, and was not written here{}; remove or rename what is yours, or give another --output-dir",
+                result.display(),
+                others(foreign.len(), "do")
+            )));
+        }
+        if let Some((result, input)) = changed.first() {
+            return Err(FileError::Refused(format!(
+                "{} is the result of {} as it was before (of another size, time of change, URL or --field){}; give another \
+                 --output-dir, or remove these results to make them again",
+                result.display(),
+                input.display(),
+                others(changed.len(), "are")
+            )));
+        }
         let done = inputs.len() - left.len();
         let results = written.keys().filter(|name| path.join(name).exists()).count();
         let path = path.to_owned();
@@ -213,6 +239,11 @@ impl Folder {
         self.remarks.iter().cloned().chain(more).collect()
     }
 
+    /// Lets the folder stay, even if nothing was written.
+    pub(super) fn keep(&mut self) {
+        self.list.keep();
+    }
+
     pub(super) fn sync(&self) -> io::Result<()> {
         self.list.sync_all()
     }
@@ -264,6 +295,7 @@ mod tests {
                 url: "/v1/audio/transcriptions".into(),
                 media_type: Some("audio/mpeg"),
                 format: FileFormat::Srt,
+                fields: Map::new(),
                 max_bytes: 99,
             }
         }
@@ -311,6 +343,35 @@ mod tests {
         assert_eq!(fs::read_to_string(place.subs().join("b.srt")).unwrap(), "two");
         fs::remove_file(place.subs().join("b.srt")).unwrap();
         assert_eq!(place.open(&["a.mp3", "b.mp3"]).unwrap().left.len(), 1, "made again");
+    }
+
+    #[test]
+    fn however_many_inputs_have_changed_one_sentence_says_so() {
+        let place = Place::new(&["a.mp3", "b.mp3", "c.mp3"]);
+        let inputs = ["a.mp3", "b.mp3", "c.mp3"];
+        let mut open = place.open(&inputs).unwrap();
+        for name in ["a.srt", "b.srt", "c.srt"] {
+            assert_eq!(open.folder.write(&line(name, &json!("text"))).unwrap(), None);
+        }
+        drop(open);
+        let touch = |name: &str| fs::write(place.folder.path().join(name), "again").unwrap();
+        inputs.iter().for_each(|name| touch(name));
+        let refused = place.refused(&inputs);
+        assert!(refused.contains("a.srt is the result of") && !refused.contains("b.srt"), "{refused}");
+        assert!(
+            refused.contains("--field), and so are 2 other files; give another --output-dir"),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn a_folder_to_which_nothing_was_written_is_removed_unless_it_was_there() {
+        let place = Place::new(&["a.mp3"]);
+        drop(place.open(&["a.mp3"]).unwrap());
+        assert!(!place.subs().exists());
+        fs::create_dir(place.subs()).unwrap();
+        drop(place.open(&["a.mp3"]).unwrap());
+        assert_eq!(fs::read_dir(place.subs()).unwrap().count(), 0);
     }
 
     #[test]

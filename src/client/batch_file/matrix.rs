@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::FileError;
 use super::errors::ErrorCounts;
+use super::resume::Claimed;
 use crate::protocol::batch_line::OutputError;
 use crate::protocol::results::{ResultLine, vector_of};
 
@@ -28,7 +29,7 @@ const NUMBER_BYTES: u64 = 4;
 #[derive(Debug)]
 pub struct Matrix {
     file: File,
-    ids: File,
+    ids: Claimed,
     /// The length of each vector; none until the first one comes.
     dimensions: Option<usize>,
     rows: u64,
@@ -91,7 +92,12 @@ impl Matrix {
     ///
     /// # Errors
     /// The file system's, or the vectors of these rows are missing.
-    pub(super) fn open(path: &Path, ids: File, rows: usize, errors: &ErrorCounts) -> Result<Self, FileError> {
+    pub(super) fn open(
+        path: &Path,
+        ids: Claimed,
+        rows: usize,
+        errors: &ErrorCounts,
+    ) -> Result<Self, FileError> {
         let open = || {
             let mut file =
                 OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
@@ -119,10 +125,24 @@ impl Matrix {
     /// row.
     ///
     /// # Errors
-    /// The file system's.
+    /// The file system's. [`io::ErrorKind::Unsupported`] if the first reply has another form, so that the run is of no use.
     pub(super) fn write(&mut self, line: &[u8]) -> io::Result<Option<OutputError>> {
         let parsed = ResultLine::parse(line)?;
-        let vector = parsed.result().map(|body| vector_of(body).and_then(|vector| self.checked(vector)));
+        let vector = match parsed.result().map(vector_of) {
+            // It will not be otherwise for the other rows, which need not be computed for that.
+            Some(Ok(None)) if self.dimensions.is_none() => {
+                let id = parsed.custom_id.as_deref().unwrap_or_default();
+                let problem = format!(
+                    "it takes vectors, and the reply to {id:?} has none: does the model embed? For other replies, give an \
+                     output that ends with .jsonl"
+                );
+                return Err(io::Error::new(io::ErrorKind::Unsupported, problem));
+            }
+            Some(Ok(None)) => Some(Err("the reply has no vectors".to_owned())),
+            Some(Ok(Some(vector))) => Some(self.checked(vector)),
+            Some(Err(message)) => Some(Err(message)),
+            None => None,
+        };
         let (kept, failed) = match vector {
             None => (line.to_vec(), None),
             Some(Ok(vector)) => {
@@ -174,6 +194,11 @@ impl Matrix {
     fn put_nan(&mut self, rows: u64, dimensions: usize) -> io::Result<()> {
         let row: Vec<u8> = std::iter::repeat_n(f32::NAN.to_le_bytes(), dimensions).flatten().collect();
         (0..rows).try_for_each(|_| self.file.write_all(&row))
+    }
+
+    /// Lets the files stay, even if no row was written.
+    pub(super) fn keep(&mut self) {
+        self.ids.keep();
     }
 
     /// Whether any row has a vector.
@@ -230,7 +255,7 @@ mod tests {
         }
 
         fn open(&self, rows: usize, errors: u64) -> Result<Matrix, FileError> {
-            let mut ids = claim(&ids_path(&self.path()))?;
+            let mut ids = claim(&ids_path(&self.path()), &[])?;
             ids.seek(SeekFrom::End(0)).unwrap();
             let mut counts = ErrorCounts::default();
             let error = || OutputError { code: "400".into(), message: String::new() };

@@ -1,7 +1,6 @@
 //! What a batch writes: lines, a matrix, or a file for each result. The ending of the output's name decides which. Opens
 //! the output, and finds the rows that are left. Everything else hands over output lines, whatever becomes of them.
 
-use std::fs::File;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -11,7 +10,7 @@ use super::folder::{Folder, OpenFolder};
 use super::input::InputDigest;
 use super::matrix::{Matrix, ids_path, rows_on_disk};
 use super::record::record_path;
-use super::resume::{ResumePoint, claim};
+use super::resume::{Claimed, ResumePoint, claim};
 use super::rows::{FileRows, InputFile, LineRows, Rows, ends_with};
 #[cfg(feature = "tables")]
 use super::tables::{Join, Table};
@@ -49,7 +48,7 @@ pub enum Batch {
 #[derive(Debug)]
 pub enum Results {
     /// JSON lines.
-    Lines(File),
+    Lines(Claimed),
     /// A matrix of vectors.
     Matrix(Matrix),
     /// A matrix, which becomes a Parquet file once all rows are answered.
@@ -252,8 +251,21 @@ fn open_single_output<E: From<FileError>>(
     if let (Form::Parquet, Some(matrix)) = (form, &matrix) {
         source.join(output, matrix).check()?;
     }
-    let mut claimed = claim(&lines)?;
+    let mut claimed = claim(&lines, &beside(&record, matrix.as_deref()))?;
     let point = source.find(&lines, most)?;
+    if let Some(matrix) = &matrix
+        && !matrix.exists()
+        && !output.exists()
+        && point.errors.total() < point.done as u64
+    {
+        let (output, lines, done) = (output.display(), lines.display(), point.done);
+        let problem = format!(
+            "{output} is missing, and {lines} says that {done} of {} rows are answered; put it back, or remove {lines} to \
+             compute them again",
+            point.total
+        );
+        return Err(FileError::Refused(problem).into());
+    }
     check(&point)?;
     #[cfg(feature = "tables")]
     if form == Form::Parquet && output.exists() && matrix.as_ref().is_some_and(|matrix| !matrix.exists()) {
@@ -277,7 +289,7 @@ impl Results {
         source: Source<'_>,
         output: &Path,
         form: Form,
-        lines: File,
+        lines: Claimed,
         point: &ResumePoint,
     ) -> Result<Self, FileError> {
         let Some(path) = form.matrix(output) else { return Ok(Self::Lines(lines)) };
@@ -300,7 +312,7 @@ impl Results {
         if matrix.is_some() && output.exists() {
             return Err(has_lines(output));
         }
-        let claimed = claim(&lines)?;
+        let claimed = claim(&lines, &beside(&record_path(output), matrix.as_deref()))?;
         if claimed.metadata().map_err(FileError::at(lines.display()))?.len() > 0 {
             return Err(has_lines(&lines));
         }
@@ -335,14 +347,16 @@ impl Results {
     ///
     /// # Errors
     /// The file system's.
-    #[cfg_attr(not(feature = "tables"), expect(unused_variables, reason = "only Parquet has parts"))]
-    pub fn sync(&self, is_complete: bool) -> io::Result<()> {
+    pub fn sync(&mut self, is_complete: bool) -> io::Result<()> {
+        if is_complete {
+            self.keep();
+        }
         match self {
             Self::Lines(file) => file.sync_all(),
             Self::Matrix(matrix) => matrix.sync(),
             #[cfg(feature = "tables")]
             Self::Parquet(parts) => {
-                let (matrix, join) = &**parts;
+                let (matrix, join) = &mut **parts;
                 matrix.sync()?;
                 if is_complete && matrix.has_vectors() {
                     join.write().map_err(io::Error::other)
@@ -356,6 +370,24 @@ impl Results {
         }
     }
 
+    /// Lets the files stay, even if nothing was written.
+    fn keep(&mut self) {
+        match self {
+            Self::Lines(file) => file.keep(),
+            Self::Matrix(matrix) => matrix.keep(),
+            #[cfg(feature = "tables")]
+            Self::Parquet(parts) => parts.0.keep(),
+            #[cfg(feature = "tables")]
+            Self::Finished => {}
+            Self::Folder(folder) => folder.keep(),
+        }
+    }
+
+    /// Whether the remarks name each error, so that nothing else has to.
+    pub fn names_errors(&self) -> bool {
+        matches!(self, Self::Folder(_))
+    }
+
     /// What is to be said of single results that are in no output line.
     pub fn remarks(&self) -> Vec<String> {
         match self {
@@ -367,6 +399,11 @@ impl Results {
             _ => Vec::new(),
         }
     }
+}
+
+/// The files that a run makes beside its lines.
+fn beside(record: &Path, matrix: Option<&Path>) -> Vec<PathBuf> {
+    [Some(record), matrix].into_iter().flatten().map(Path::to_owned).collect()
 }
 
 fn has_lines(output: &Path) -> FileError {

@@ -2,8 +2,10 @@
 //! the order of the input. The lines of the output must answer this input. Decides what is a torn line, and what is the
 //! output of another input. Reads all files once, as streams. Does not check which model made the existing lines.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
+use std::ops::{Deref, DerefMut};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::FileError;
@@ -30,12 +32,60 @@ pub struct ResumePoint {
     pub errors: ErrorCounts,
 }
 
+/// An open and locked output. If nothing was written to it when it is dropped, the files that this run has made are removed:
+/// a refused command leaves none.
+#[derive(Debug)]
+pub struct Claimed {
+    file: File,
+    /// The output and the files beside it, as far as they did not exist before.
+    made: Vec<PathBuf>,
+}
+
+impl Claimed {
+    /// This run has also made this folder. It is removed last, unless other files are in it.
+    pub(super) fn also_made(&mut self, folder: PathBuf) {
+        self.made.push(folder);
+    }
+
+    /// Lets the output stay, even if it is empty.
+    pub(super) fn keep(&mut self) {
+        self.made.clear();
+    }
+}
+
+impl Deref for Claimed {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.file
+    }
+}
+
+impl DerefMut for Claimed {
+    fn deref_mut(&mut self) -> &mut File {
+        &mut self.file
+    }
+}
+
+impl Drop for Claimed {
+    fn drop(&mut self) {
+        if self.file.metadata().is_ok_and(|it| it.len() == 0) {
+            for path in &self.made {
+                let _ = if path.is_dir() { fs::remove_dir(path) } else { fs::remove_file(path) };
+            }
+        }
+    }
+}
+
 /// Opens the output, creates it if it does not exist, and locks it until the file is closed. Call it before
-/// [`ResumePoint::find`], so that no lines are counted or cut off that another run is still writing.
+/// [`ResumePoint::find`], so that no lines are counted or cut off that another run is still writing. `beside` are the
+/// other files that the run will make, in the order in which they are removed if it writes nothing.
 ///
 /// # Errors
 /// The file system's, or another run writes it.
-pub fn claim(output: &Path) -> Result<File, FileError> {
+pub fn claim(output: &Path, beside: &[PathBuf]) -> Result<Claimed, FileError> {
+    let is_missing = |path: &&PathBuf| path.symlink_metadata().is_err();
+    let made = [output.to_owned()].iter().chain(beside).filter(is_missing).cloned().collect();
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(output);
     let file = file.map_err(|error| match output.parent() {
         Some(folder) if error.kind() == io::ErrorKind::NotFound && folder != "" && !folder.exists() => {
@@ -44,7 +94,9 @@ pub fn claim(output: &Path) -> Result<File, FileError> {
         _ => FileError::at(output.display())(error),
     })?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        // Another run that wrote nothing has removed it meanwhile.
+        Ok(()) if file.metadata().is_ok_and(|it| it.nlink() == 0) => claim(output, beside),
+        Ok(()) => Ok(Claimed { file, made }),
         Err(TryLockError::WouldBlock) => {
             Err(FileError::Refused(format!("{}: another run writes it", output.display())))
         }
@@ -273,7 +325,7 @@ mod tests {
 
     fn run(files: &Files) -> ResumePoint {
         let point = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap();
-        let mut output = claim(&files.output).unwrap();
+        let mut output = claim(&files.output, &[]).unwrap();
         point.cut(&mut output, &files.output).unwrap();
         for line in point.open_input(slice::from_ref(&files.input)).unwrap() {
             output.write_all(&answer(&line.unwrap())).unwrap();
@@ -379,11 +431,32 @@ mod tests {
     }
 
     #[test]
+    fn an_output_to_which_nothing_was_written_is_removed_with_what_was_made_beside_it() {
+        let files = files(INPUT, None);
+        let beside = ["old", "new"].map(|name| files.output.with_file_name(name));
+        std::fs::write(&beside[0], "").unwrap();
+        let begin = || {
+            let claimed = claim(&files.output, &beside).unwrap();
+            std::fs::write(&beside[1], "").unwrap();
+            claimed
+        };
+        drop(begin());
+        assert!(beside[0].exists() && !beside[1].exists() && !files.output.exists());
+        begin().write_all(b"a line\n").unwrap();
+        assert!(beside[1].exists() && files.output.exists());
+        std::fs::remove_file(&files.output).unwrap();
+        begin().keep();
+        assert!(files.output.exists());
+        drop(begin());
+        assert!(files.output.exists(), "it was there before, empty");
+    }
+
+    #[test]
     fn new_lines_are_written_after_the_kept_lines() {
         let whole = whole_output();
         let files = files(INPUT, Some(&whole[..whole.len() - 3]));
         let point = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap();
-        let mut file = claim(&files.output).unwrap();
+        let mut file = claim(&files.output, &[]).unwrap();
         point.cut(&mut file, &files.output).unwrap();
         file.write_all(b"next\n").unwrap();
         let kept = usize::try_from(point.whole_bytes).unwrap();

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
+use serde_json::{Map, Value as Json};
+
 use super::input::CountedInput;
 use super::lines::{InputLine, MAX_LINE};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
@@ -71,6 +73,8 @@ pub struct InputFile {
     pub media_type: Option<&'static str>,
     /// The format of its result.
     pub format: FileFormat,
+    /// Fields of its request, beside the file.
+    pub fields: Map<String, Json>,
     /// The largest file that is sent, in bytes.
     pub max_bytes: u64,
 }
@@ -82,22 +86,28 @@ impl InputFile {
             problem: format!("{}: {problem}", self.path.display()),
         };
         let bytes = read_at_most(&self.path, self.max_bytes).map_err(|error| invalid(error.to_string()))?;
-        let mut body = match self.media_type {
-            Some(media_type) => RequestBody {
-                bytes: bytes.into(),
-                media_type: Some(media_type.to_owned()),
-                response_format: None,
-            },
+        let body = self.body(bytes).map_err(invalid)?;
+        Ok(BatchRequest { custom_id: self.result.clone(), url: self.url.clone(), body })
+    }
+
+    /// The body of a request for a file of this content.
+    ///
+    /// # Errors
+    /// A message: the file is not UTF-8 and should be a text, one of the fields holds that text, or results cannot have the
+    /// format.
+    pub fn body(&self, content: Vec<u8>) -> Result<RequestBody, String> {
+        let mut body: RequestBody = match self.media_type {
+            Some(media_type) => RequestBody { media_type: Some(media_type.to_owned()), ..content.into() },
             None => {
-                let text = String::from_utf8(bytes).map_err(|error| {
-                    invalid(format!("not UTF-8 after byte {}", error.utf8_error().valid_up_to()))
-                })?;
+                let text = String::from_utf8(content)
+                    .map_err(|error| format!("not UTF-8 after byte {}", error.utf8_error().valid_up_to()))?;
                 let text = [text.trim_end().to_owned()];
                 bodies_of_texts(&self.url, &text, false).swap_remove(0).into()
             }
         };
-        self.format.ask(Some(&self.url), &mut body).map_err(invalid)?;
-        Ok(BatchRequest { custom_id: self.result.clone(), url: self.url.clone(), body })
+        body.add_fields(&self.fields)?;
+        self.format.ask(Some(&self.url), &mut body)?;
+        Ok(body)
     }
 }
 
@@ -161,13 +171,19 @@ mod tests {
             url: TRANSCRIPTIONS_URL.into(),
             media_type: Some("audio/mpeg"),
             format: FileFormat::Srt,
+            fields: Map::from_iter([("language".to_owned(), "en".into())]),
             max_bytes: 3,
         };
         let mut rows = FileRows(vec![recording.clone()].into_iter());
         let InputRow { number, request } = rows.next().unwrap().unwrap();
         let request = request.unwrap();
         assert_eq!((number, request.custom_id.as_str()), (7, "a.srt"));
-        assert_eq!((&request.body[..], request.body.response_format), (&b"ID3"[..], Some("srt")));
+        assert_eq!(&request.body[..], b"ID3");
+        let expected = [("language", "en"), ("response_format", "srt")];
+        assert_eq!(
+            request.body.headers(),
+            expected.map(|(name, text)| (name.to_owned(), text.into())).into()
+        );
         let small = InputFile { max_bytes: 2, ..recording.clone() };
         let error = small.request().unwrap_err();
         assert!(
@@ -175,11 +191,13 @@ mod tests {
             "{error}"
         );
         fs::write(&path, "Hello \u{fc}.\n").unwrap();
-        let speech = InputFile { url: SPEECH_URL.into(), media_type: None, max_bytes: 99, ..recording };
+        let fields = Map::from_iter([("speed".to_owned(), 2.into())]);
+        let speech =
+            InputFile { url: SPEECH_URL.into(), media_type: None, fields, max_bytes: 99, ..recording };
         let text = InputFile { format: FileFormat::Wav, ..speech.clone() };
         assert_eq!(
             &text.request().unwrap().body[..],
-            "{\"input\":\"Hello \u{fc}.\",\"response_format\":\"wav\"}".as_bytes()
+            "{\"input\":\"Hello \u{fc}.\",\"response_format\":\"wav\",\"speed\":2}".as_bytes()
         );
         assert!(speech.request().unwrap_err().problem.contains("only as .wav, .flac, .pcm"));
         fs::write(&path, b"\xff").unwrap();

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use arrow_array::cast::AsArray as _;
-use arrow_array::{Array, ArrayRef, FixedSizeListArray, Float32Array, RecordBatch, StringArray};
+use arrow_array::{
+    Array, ArrayRef, FixedSizeListArray, Float32Array, LargeStringArray, RecordBatch, StringArray,
+};
 use arrow_buffer::NullBuffer;
 use arrow_schema::{ArrowError, DataType, Field, Schema, SchemaRef};
 use parquet::arrow::ArrowWriter;
@@ -16,21 +18,22 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::Compression;
 use parquet::file::properties::WriterProperties;
-use serde_json::json;
+use serde_json::{Map, Value as Json, json};
 use sha2::{Digest as _, Sha256};
 
 use super::FileError;
 use super::input::InputDigest;
+use super::lines::MAX_LINE;
 use super::matrix::read_dimensions;
 use super::resume::{RequestId, ResumePoint};
 use super::rows::{InputRow, Rows, ends_with};
 use crate::client::whole_file::begin_beside;
-use crate::protocol::batch_line::{BatchRequest, InvalidLine, read_output};
+use crate::protocol::batch_line::{BatchRequest, InvalidLine, RequestBody, read_output};
 use crate::protocol::embeddings;
 use crate::protocol::requests::bodies_of_texts;
 
-/// Rows in memory at a time.
-const BATCH_ROWS: usize = 64;
+/// Rows in memory at a time: a row may have megabytes, and nothing bounds the bytes of several.
+const BATCH_ROWS: usize = 1;
 /// The largest number of columns of a CSV file.
 const MAX_COLUMNS: usize = 10_000;
 /// The largest number of bytes of a CSV file's header.
@@ -50,8 +53,12 @@ pub struct Table {
     pub path: PathBuf,
     /// The column with the texts.
     pub column: String,
+    /// The column with the ids; none: the number of a row from 0 is its id.
+    pub id_column: Option<String>,
     /// The URL of the requests.
     pub url: String,
+    /// Fields of each request, beside the text.
+    pub fields: Map<String, Json>,
     /// Whether vectors are asked for in base64, which is shorter than digits.
     pub asks_base64: bool,
 }
@@ -59,8 +66,8 @@ pub struct Table {
 type Batches = Box<dyn Iterator<Item = Result<RecordBatch, ArrowError>> + Send>;
 
 impl Table {
-    /// The columns, and the rows in batches. With `only`, reads this column alone if the format can.
-    fn read(&self, only: Option<usize>) -> Result<(SchemaRef, Batches), FileError> {
+    /// The columns, and the rows in batches. With `only`, reads these columns alone if the format can.
+    fn read(&self, only: Option<&[usize]>) -> Result<(SchemaRef, Batches), FileError> {
         let refused =
             |error: &dyn std::fmt::Display| FileError::Refused(format!("{}: {error}", self.path.display()));
         let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
@@ -68,7 +75,7 @@ impl Table {
             let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| refused(&error))?;
             let schema = builder.schema().clone();
             let mask = match only {
-                Some(column) => ProjectionMask::roots(builder.parquet_schema(), [column]),
+                Some(columns) => ProjectionMask::roots(builder.parquet_schema(), columns.iter().copied()),
                 None => ProjectionMask::all(),
             };
             let reader = builder.with_projection(mask).with_batch_size(BATCH_ROWS).build();
@@ -99,45 +106,57 @@ impl Table {
         Ok((schema, Box::new(reader)))
     }
 
-    /// The place of the column with the texts.
-    fn column_in(&self, schema: &Schema) -> Result<usize, FileError> {
+    /// The places of the column with the texts and, if there is one, of that with the ids.
+    fn columns_in(&self, schema: &Schema) -> Result<Vec<usize>, FileError> {
         let refused = |problem: String| FileError::Refused(format!("{}: {problem}", self.path.display()));
         let names =
             || schema.fields().iter().map(|field| field.name().as_str()).collect::<Vec<_>>().join(", ");
-        let index = schema.fields().iter().position(|field| *field.name() == self.column);
-        let index =
-            index.ok_or_else(|| refused(format!("has no column {:?}, only {}", self.column, names())))?;
-        let data_type = schema.field(index).data_type();
-        let inner = if let DataType::Dictionary(_, values) = data_type { values } else { data_type };
-        match inner {
-            DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => Ok(index),
-            other => Err(refused(format!("the column {:?} has no texts, but {other}", self.column))),
-        }
+        let place = |name: &String, is_id: bool| {
+            let index = schema.fields().iter().position(|field| field.name() == name);
+            let index = index.ok_or_else(|| refused(format!("has no column {name:?}, only {}", names())))?;
+            let data_type = schema.field(index).data_type();
+            let inner = if let DataType::Dictionary(_, values) = data_type { values } else { data_type };
+            match inner {
+                DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => Ok(index),
+                other if is_id && other.is_integer() => Ok(index),
+                other if is_id => {
+                    Err(refused(format!("the column {name:?} has no texts or whole numbers, but {other}")))
+                }
+                other => Err(refused(format!("the column {name:?} has no texts, but {other}"))),
+            }
+        };
+        let ids = self.id_column.iter().map(|name| place(name, true));
+        std::iter::once(place(&self.column, false)).chain(ids).collect()
     }
 
     /// Checks the table, and finds where a run continues whose lines are in `lines`. At most the first `most` lines count.
     ///
     /// # Errors
-    /// The table cannot be read or lacks the column, or the lines are not of this table.
+    /// The table cannot be read or lacks a column, or the lines are not of this table.
     pub(super) fn find(&self, lines: &Path, most: usize) -> Result<ResumePoint, FileError> {
-        let input = self.digest()?;
-        let id = |row: usize| Ok(RequestId { number: row + 1, custom_id: Some(row.to_string()) });
-        let point = ResumePoint::compare((0..input.lines).map(id), lines, most)?;
+        let (input, rows) = (self.digest()?, self.rows_after(0)?);
+        let ids = rows.map(|row| {
+            let InputRow { number, request } = row.map_err(FileError::at(self.path.display()))?;
+            let custom_id =
+                request.map_or_else(|invalid| invalid.custom_id, |request| Some(request.custom_id));
+            Ok(RequestId { number, custom_id })
+        });
+        let point = ResumePoint::compare(ids, lines, most)?;
+        let input = InputDigest { lines: point.total, ..input };
         Ok(ResumePoint { input, ..point })
     }
 
+    /// The digest of the table's bytes, and of how its rows become requests. The number of rows is left 0.
     fn digest(&self) -> Result<InputDigest, FileError> {
-        let (schema, _) = self.read(None)?;
-        let column = self.column_in(&schema)?;
-        let (_, mut batches) = self.read(Some(column))?;
-        let lines = batches.try_fold(0, |rows, batch| Ok::<_, ArrowError>(rows + batch?.num_rows()));
-        let lines = lines.map_err(|error| FileError::Refused(format!("{}: {error}", self.path.display())))?;
         let mut sha256 = Sha256::new();
         let mut file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
         let bytes = io::copy(&mut file, &mut sha256).map_err(FileError::at(self.path.display()))?;
         // Another column of the same table is another input.
         sha256.update(format!("\0{}\0{}", self.column, self.url));
-        Ok(InputDigest { lines, bytes, sha256: format!("{:x}", sha256.finalize()) })
+        if self.id_column.is_some() || !self.fields.is_empty() {
+            sha256.update(json!([self.id_column, self.fields]).to_string());
+        }
+        Ok(InputDigest { lines: 0, bytes, sha256: format!("{:x}", sha256.finalize()) })
     }
 
     /// The rows after the first `done`.
@@ -146,24 +165,41 @@ impl Table {
     /// The table cannot be read.
     pub(super) fn rows_after(&self, done: usize) -> Result<TableRows, FileError> {
         let (schema, _) = self.read(None)?;
-        let column = self.column_in(&schema)?;
-        let (_, batches) = self.read(Some(column))?;
+        let columns = self.columns_in(&schema)?;
+        let (_, batches) = self.read(Some(&columns))?;
         let stamp = stamp(&self.path).map_err(FileError::at(self.path.display()))?;
-        Ok(TableRows { table: self.clone(), batches, texts: None, next: 0, at: 0, skip: done, stamp })
+        Ok(TableRows { table: self.clone(), batches, cells: None, next: 0, at: 0, skip: done, stamp })
     }
 
-    fn request(&self, row: usize, text: Option<&str>) -> Result<BatchRequest, InvalidLine> {
-        let custom_id = row.to_string();
-        let Some(text) = text else {
-            let problem = format!("the cell in column {:?} is empty", self.column);
-            return Err(InvalidLine { custom_id: Some(custom_id), problem });
+    fn request(&self, row: usize, id: Option<&str>, text: Option<&str>) -> Result<BatchRequest, InvalidLine> {
+        let custom_id = if self.id_column.is_some() { id.map(str::to_owned) } else { Some(row.to_string()) };
+        let empty = |column: &String| format!("the cell in column {column:?} is empty");
+        let invalid = |custom_id, problem: String| InvalidLine { custom_id, problem };
+        let Some(custom_id) = custom_id else {
+            return Err(invalid(None, self.id_column.as_ref().map(empty).unwrap_or_default()));
         };
-        let body = if self.asks_base64 && self.url == embeddings::URL {
-            json!({"input": text, "encoding_format": "base64"}).to_string()
+        let with_id = |problem: String| invalid(Some(custom_id.clone()), problem);
+        let text = text.ok_or_else(|| with_id(empty(&self.column)))?;
+        if text.len() > MAX_LINE {
+            let problem = format!("the text in column {:?} is longer than {MAX_LINE} bytes", self.column);
+            return Err(with_id(problem));
+        }
+        let body = self.body(text).map_err(with_id)?;
+        Ok(BatchRequest { custom_id, url: self.url.clone(), body })
+    }
+
+    /// The body of a request for this text.
+    ///
+    /// # Errors
+    /// A message: one of the fields holds the text.
+    pub fn body(&self, text: &str) -> Result<RequestBody, String> {
+        let mut body: RequestBody = if self.asks_base64 && self.url == embeddings::URL {
+            json!({"input": text, "encoding_format": "base64"}).to_string().into()
         } else {
-            bodies_of_texts(&self.url, &[text.to_owned()], false).swap_remove(0)
+            bodies_of_texts(&self.url, &[text.to_owned()], false).swap_remove(0).into()
         };
-        Ok(BatchRequest { custom_id, url: self.url.clone(), body: body.into() })
+        body.add_fields(&self.fields)?;
+        Ok(body)
     }
 }
 
@@ -177,8 +213,8 @@ fn stamp(path: &Path) -> io::Result<(u64, SystemTime)> {
 pub(super) struct TableRows {
     table: Table,
     batches: Batches,
-    texts: Option<StringArray>,
-    /// The next row of `texts`.
+    cells: Option<Cells>,
+    /// The next row of `cells`.
     next: usize,
     /// The number of the next row, from 0.
     at: usize,
@@ -187,12 +223,29 @@ pub(super) struct TableRows {
     stamp: (u64, SystemTime),
 }
 
+/// The texts of a batch of rows and, if a column has them, the ids.
+struct Cells {
+    texts: LargeStringArray,
+    ids: Option<LargeStringArray>,
+}
+
 impl TableRows {
+    fn cells_of(&self, batch: &RecordBatch) -> Result<Cells, ArrowError> {
+        let column = |name: &String| {
+            let cells = arrow_cast::cast(batch.column(batch.schema().index_of(name)?), &DataType::LargeUtf8)?;
+            Ok::<_, ArrowError>(cells.as_string::<i64>().clone())
+        };
+        let ids = self.table.id_column.as_ref().map(column).transpose()?;
+        Ok(Cells { texts: column(&self.table.column)?, ids })
+    }
+
     fn next_row(&mut self) -> Result<Option<InputRow>, ArrowError> {
         loop {
-            if let Some(texts) = self.texts.as_ref().filter(|texts| self.next < texts.len()) {
-                let text = texts.is_valid(self.next).then(|| texts.value(self.next));
-                let request = (self.at >= self.skip).then(|| self.table.request(self.at, text));
+            if let Some(Cells { texts, ids }) = self.cells.as_ref().filter(|it| self.next < it.texts.len()) {
+                let cell = |cells: &'_ LargeStringArray| cells.is_valid(self.next).then_some(self.next);
+                let text = cell(texts).map(|row| texts.value(row));
+                let id = ids.as_ref().and_then(|ids| cell(ids).map(|row| ids.value(row)));
+                let request = (self.at >= self.skip).then(|| self.table.request(self.at, id, text));
                 self.next += 1;
                 self.at += 1;
                 if let Some(request) = request {
@@ -201,9 +254,7 @@ impl TableRows {
                 continue;
             }
             let Some(batch) = self.batches.next().transpose()? else { return Ok(None) };
-            let column = batch.schema().index_of(&self.table.column)?;
-            let texts = arrow_cast::cast(batch.column(column), &DataType::Utf8)?;
-            (self.texts, self.next) = (Some(texts.as_string::<i32>().clone()), 0);
+            (self.cells, self.next) = (Some(self.cells_of(&batch)?), 0);
         }
     }
 }
@@ -383,6 +434,8 @@ mod tests {
             Table {
                 path: self.path(name),
                 column: column.to_owned(),
+                id_column: None,
+                fields: Map::new(),
                 url: embeddings::URL.to_owned(),
                 asks_base64: true,
             }
@@ -391,7 +444,7 @@ mod tests {
         /// Writes a Parquet file of the table and of these lines.
         fn join(&self, lines: &[String]) -> Join {
             let matrix = self.path("x.parquet.part");
-            let ids = claim(&ids_path(&matrix)).unwrap();
+            let ids = claim(&ids_path(&matrix), &[]).unwrap();
             let mut open = Matrix::open(&matrix, ids, 0, &ErrorCounts::default()).unwrap();
             lines.iter().for_each(|line| _ = open.write(line.as_bytes()).unwrap());
             open.sync().unwrap();
@@ -415,9 +468,12 @@ mod tests {
     fn the_rows_of_a_table_are_requests_for_the_text_in_one_column() {
         let place = Place::new();
         let table = place.table("t.csv", "text");
-        let digest = table.digest().unwrap();
+        let input_of = |table: &Table| table.find(&place.path("none"), usize::MAX).map(|point| point.input);
+        let digest = input_of(&table).unwrap();
         assert_eq!((digest.lines, digest.bytes), (3, CSV.len() as u64));
-        assert_ne!(place.table("t.csv", "number").digest().unwrap(), digest);
+        assert_ne!(input_of(&place.table("t.csv", "number")).unwrap(), digest);
+        let fields = Map::from_iter([("prompt_name".to_owned(), "query".into())]);
+        assert_ne!(input_of(&Table { fields, ..table.clone() }).unwrap(), digest);
         let rows: Vec<InputRow> = table.rows_after(1).unwrap().map(|row| row.unwrap()).collect();
         assert_eq!(rows.iter().map(|row| row.number).collect::<Vec<_>>(), [2, 3]);
         let request = rows[0].request.as_ref().unwrap();
@@ -429,12 +485,46 @@ mod tests {
             (empty.custom_id.as_deref(), empty.problem == "the cell in column \"text\" is empty"),
             (Some("2"), true)
         );
-        let missing = place.table("t.csv", "txt").digest().unwrap_err().to_string();
+        let missing = input_of(&place.table("t.csv", "txt")).unwrap_err().to_string();
         assert!(missing.contains("no column \"txt\", only number, text"), "{missing}");
         let mut rows = table.rows_after(0).unwrap();
         assert_eq!(rows.changed().unwrap(), None);
         fs::write(&table.path, format!("{CSV}10,four\n")).unwrap();
         assert!(rows.changed().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_column_may_have_the_ids_and_fields_are_in_each_request() {
+        let place = Place::new();
+        let fields = Map::from_iter([("prompt_name".to_owned(), "query".into())]);
+        let table = place.table("t.csv", "text");
+        let table = Table { id_column: Some("number".to_owned()), fields, ..table };
+        let rows: Vec<InputRow> = table.rows_after(0).unwrap().map(|row| row.unwrap()).collect();
+        let request = rows[0].request.as_ref().unwrap();
+        let body: serde_json::Value = serde_json::from_slice(&request.body).unwrap();
+        assert_eq!((request.custom_id.as_str(), &body["prompt_name"]), ("007", &json!("query")));
+        assert_eq!(rows[2].request.as_ref().unwrap_err().custom_id.as_deref(), Some("9"));
+        // A run continues by these ids.
+        let lines = place.path("lines");
+        fs::write(&lines, line(0, 200, &json!({})).replace("\"0\"", "\"007\"")).unwrap();
+        let point = table.find(&lines, usize::MAX).unwrap();
+        assert_eq!((point.done, point.total, point.input.lines), (1, 3, 3));
+        let missing = Table { id_column: Some("id".to_owned()), ..table.clone() };
+        assert!(missing.rows_after(0).err().unwrap().to_string().contains("no column \"id\""));
+        let taken = Table { fields: Map::from_iter([("input".to_owned(), "x".into())]), ..table };
+        assert!(taken.body("a").unwrap_err().contains("the field input is not free"));
+    }
+
+    #[test]
+    fn a_row_that_is_too_long_is_an_error_and_the_next_one_a_request() {
+        let place = Place::new();
+        let long = "x".repeat(MAX_LINE + 1);
+        fs::write(place.path("t.csv"), format!("text\n{long}\nshort\n")).unwrap();
+        let table = place.table("t.csv", "text");
+        let rows: Vec<InputRow> = table.rows_after(0).unwrap().map(|row| row.unwrap()).collect();
+        let error = rows[0].request.as_ref().unwrap_err();
+        assert_eq!(error.problem, "the text in column \"text\" is longer than 67108864 bytes");
+        assert!(rows.len() == 2 && rows[1].request.is_ok());
     }
 
     #[test]
@@ -446,21 +536,21 @@ mod tests {
         join.write().unwrap();
         assert!(!join.matrix.exists() && join.ids.exists());
         let table = place.table("x.parquet", "text");
-        assert_eq!(table.digest().unwrap().lines, 3);
+        assert_eq!(table.find(&place.path("none"), usize::MAX).unwrap().total, 3);
         let (schema, batches) = table.read(None).unwrap();
         let names: Vec<_> = schema.fields().iter().map(|field| field.name().as_str()).collect();
         assert_eq!(names, ["number", "text", VECTORS, ERRORS]);
         let batches: Vec<RecordBatch> = batches.map(|batch| batch.unwrap()).collect();
-        let numbers = batches[0].column(0).as_string::<i32>();
-        assert_eq!(numbers.value(0), "007", "nothing is guessed");
-        let vectors = batches[0].column(2).as_fixed_size_list();
-        let second = vectors.value(1);
+        let number = batches[0].column(0).as_string::<i32>();
+        assert_eq!(number.value(0), "007", "nothing is guessed");
+        let vector = |row: usize| batches[row].column(2).as_fixed_size_list();
+        let second = vector(1).value(0);
         let second = second.as_primitive::<arrow_array::types::Float32Type>();
         assert_eq!(second.values()[..], [3.0, 4.0]);
-        assert!(vectors.is_null(2) && vectors.is_valid(0));
-        let errors = batches[0].column(3).as_string::<i32>();
-        assert!(errors.is_null(0) && errors.value(2) == "400: empty");
-        let column = place.table("x.parquet", VECTORS).digest().unwrap_err().to_string();
+        assert!(vector(2).is_null(0) && vector(0).is_valid(0));
+        let error = |row: usize| batches[row].column(3).as_string::<i32>();
+        assert!(error(0).is_null(0) && error(2).value(0) == "400: empty");
+        let column = place.table("x.parquet", VECTORS).rows_after(0).err().unwrap().to_string();
         assert!(column.contains("has no texts"), "{column}");
         // Its columns leave no room for those of another output.
         let join = Join { table: Some(table), ..join };

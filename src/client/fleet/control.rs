@@ -106,9 +106,13 @@ impl Control {
         let body = serde_json::to_vec(request).unwrap_or_default();
         let mut answers: Vec<Answer> = Vec::new();
         match self.client.publish_request(&target.routing_key(), &body, &id, expires).await {
-            Ok(true) => {}
             // No launcher is bound to this routing key.
-            Ok(false) => return Ok(answers),
+            Ok(Published::Unroutable) => return Ok(answers),
+            Ok(Published::Confirmed) => {}
+            // The other launchers have got it.
+            Ok(_) => answers.push(failed(
+                "the queue of requests of a launcher is full; it did not get this one".to_owned(),
+            )),
             // No launcher has declared the exchange, so none is running.
             Err(BrokerError::Missing { reason, .. }) => {
                 return Err(FleetError::Nobody(reason));
@@ -126,7 +130,9 @@ impl Control {
                 }
                 // An unreadable answer, from a launcher of another version, must not hide the others.
                 let answer = serde_json::from_slice(&message.body);
-                answers.push(answer.unwrap_or_else(|error| unreadable(&error)));
+                answers.push(answer.unwrap_or_else(|error: serde_json::Error| {
+                    failed(format!("an answer that this version cannot read: {error}"))
+                }));
             }
         }
         answers.sort_by(|one, other| (&one.launcher, one.pid).cmp(&(&other.launcher, other.pid)));
@@ -190,10 +196,9 @@ impl Control {
     }
 }
 
-/// Stands for an answer that cannot be parsed.
-fn unreadable(error: &serde_json::Error) -> Answer {
-    let message = format!("an answer that this version cannot read: {error}");
-    Answer { host: "unknown".to_owned(), error: Some(message), ..Answer::default() }
+/// Stands for the answer of an unknown launcher: one that cannot be parsed, or that will not come.
+fn failed(problem: String) -> Answer {
+    Answer { host: "unknown".to_owned(), error: Some(problem), ..Answer::default() }
 }
 
 #[cfg(test)]

@@ -112,11 +112,16 @@ impl Ordered {
         self.results.remarks()
     }
 
+    /// Whether the remarks name each error.
+    pub(super) fn names_errors(&self) -> bool {
+        self.results.names_errors()
+    }
+
     /// Flushes the results to the disk. `is_complete`: all rows are answered.
     ///
     /// # Errors
     /// The file system's.
-    pub(super) fn sync(&self, is_complete: bool) -> io::Result<()> {
+    pub(super) fn sync(&mut self, is_complete: bool) -> io::Result<()> {
         self.results.sync(is_complete)
     }
 
@@ -168,7 +173,7 @@ mod tests {
     fn ordered(next: u64) -> (tempfile::TempDir, PathBuf, Ordered) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out.jsonl");
-        let ordered = Ordered::new(Results::Lines(File::create(&path).unwrap()), &path, next);
+        let ordered = Ordered::new(Results::begin(&path).unwrap(), &path, next);
         (folder, path, ordered)
     }
 

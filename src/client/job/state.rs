@@ -284,11 +284,16 @@ impl Job {
         self.ordered.remarks()
     }
 
+    /// Whether the remarks name each error.
+    pub(crate) fn names_errors(&self) -> bool {
+        self.ordered.names_errors()
+    }
+
     /// Flushes the output to the disk.
     ///
     /// # Errors
     /// The output cannot be written.
-    pub(crate) fn sync(&self) -> Result<(), JobError> {
+    pub(crate) fn sync(&mut self) -> Result<(), JobError> {
         self.ordered.sync(self.is_complete()).map_err(JobError::Output)
     }
 }

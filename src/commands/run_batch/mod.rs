@@ -78,7 +78,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     name_by_work(&mut settings.pools, registry);
     let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     let batch = batch_of(&arguments.batch, &settings.pools, registry).exits_with(Exit::Usage)?;
-    let OpenBatch { results, point, rows } = open_files(&batch, &pools).exits_with(Exit::Usage)?;
+    let OpenBatch { mut results, point, rows } = open_files(&batch, &pools).exits_with(Exit::Usage)?;
     let total = point.total;
     if point.done == total {
         results.sync(true).context("the output")?;
@@ -256,7 +256,9 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     for remark in output.results.remarks() {
         let _ = writeln!(summary, "{remark}");
     }
-    summary += &batch_errors::summary(all_errors);
+    if !output.results.names_errors() {
+        summary += &batch_errors::summary(all_errors);
+    }
     if let Some(repeated) = &output.repeated_ids {
         let _ = writeln!(summary, "warning: {repeated}");
     }
@@ -546,7 +548,11 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
             }
             (Line::Request { custom_id, .. }, None) => bail!("no reply to {custom_id:?}"),
         };
-        let failed = output.results.write(&written).context("the output")?;
+        let failed = output.results.write(&written).map_err(|error| {
+            let is_of_no_use = error.kind() == io::ErrorKind::Unsupported;
+            let error = anyhow::Error::new(error).context("the output");
+            if is_of_no_use { error.exits_with(Exit::Usage) } else { error }
+        })?;
         if failed.is_some() || is_error {
             output.errors += 1;
         }

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{BufReader, Cursor, Read, Seek};
+use std::io::{self, BufReader, Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -23,6 +23,10 @@ const READ_TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K 
 
 /// Tensors' names are shorter in every file that llama.cpp reads.
 const MAX_NAME_BYTES: usize = 64;
+
+/// Most values that are read of a file's metadata. Those of a vocabulary of 262,144 tokens and 515,000 merges are 2.1 million.
+/// The library needs up to 87 bytes of memory for each: 365 MB.
+const MAX_READS: usize = 1 << 22;
 
 /// A GGUF file.
 pub struct Gguf {
@@ -267,13 +271,47 @@ impl Gguf {
     }
 }
 
-/// Reads a file's header and metadata. The library limits each count in it by the size of the file.
+/// Reads a file's header and metadata. The library limits each count in it by the size of the file, but keeps each number
+/// of an array in 32 bytes: [`MAX_READS`] bounds them.
 fn read_content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
+    let mut counted = CountedReads { file, left: MAX_READS };
     // The library divides by the alignment that the file states, and panics if that is 0.
-    let read = catch_unwind(AssertUnwindSafe(|| {
-        Content::read(file).map_err(|error| unread_tensor(file).unwrap_or_else(|| error.to_string()))
-    }));
-    read.unwrap_or_else(|_| Err("its metadata cannot be read: general.alignment is 0".to_owned()))
+    let read = catch_unwind(AssertUnwindSafe(|| Content::read(&mut counted)));
+    let is_too_long = counted.left == 0;
+    match read {
+        Ok(Err(_)) if is_too_long => {
+            Err(format!("its metadata and its table of tensors have more than {MAX_READS} values"))
+        }
+        Ok(read) => read.map_err(|error| unread_tensor(file).unwrap_or_else(|| error.to_string())),
+        Err(_) => Err("its metadata cannot be read: general.alignment is 0".to_owned()),
+    }
+}
+
+/// A file of which a limited number of values is read. The library reads each number on its own, and a string in two parts.
+struct CountedReads<'a, R> {
+    file: &'a mut R,
+    left: usize,
+}
+
+impl<R: Read> Read for CountedReads<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.left = self.left.saturating_sub(1);
+        if self.left == 0 {
+            return Err(io::Error::other("too many values"));
+        }
+        self.file.read(buffer)
+    }
+}
+
+impl<R: Seek> Seek for CountedReads<'_, R> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.file.seek(to)
+    }
+
+    // That of a buffered reader keeps its buffer.
+    fn stream_position(&mut self) -> io::Result<u64> {
+        self.file.stream_position()
+    }
 }
 
 /// Names the tensor whose type the library does not know, and the type: its own error has only the type's number. It
@@ -609,6 +647,23 @@ mod tests {
                 assert!(error < 2e-6, "{dtype:?}: {error}");
             }
         }
+    }
+
+    #[test]
+    fn a_long_array_in_the_metadata_is_refused_before_it_is_in_memory() {
+        // Version 3, no tensors, one entry: an array of bytes.
+        let file = |length: u64| {
+            let mut bytes = b"GGUF\x03\0\0\0".to_vec();
+            bytes.extend([0_u64, 1, 4].map(u64::to_le_bytes).concat());
+            bytes.extend(b"name\x09\0\0\0\0\0\0\0");
+            bytes.extend(length.to_le_bytes());
+            bytes.resize(bytes.len() + length as usize, 7);
+            Cursor::new(bytes)
+        };
+        let content = read_content(&mut file(1_000_000)).unwrap();
+        assert_eq!(content.metadata["name"].to_vec().unwrap().len(), 1_000_000);
+        let error = read_content(&mut file(MAX_READS as u64)).err().unwrap();
+        assert_eq!(error, "its metadata and its table of tensors have more than 4194304 values");
     }
 
     #[test]

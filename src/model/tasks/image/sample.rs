@@ -21,7 +21,7 @@ const SQUARE: u32 = 12;
 pub fn images(url: &'static str, texts: &[String]) -> Sample {
     if let [alone] = texts {
         let media_type = Some("image/jpeg".to_owned());
-        let body = RequestBody { bytes: jpeg(alone).into(), media_type, response_format: None };
+        let body = RequestBody { media_type, ..jpeg(alone).into() };
         return Sample { url: Some(url), body, inputs: 1 };
     }
     let data_url = |text: &String| format!("data:image/jpeg;base64,{}", STANDARD.encode(jpeg(text)));
