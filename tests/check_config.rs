@@ -62,6 +62,29 @@ fn an_option_the_model_does_not_take_is_refused_before_anything_starts() {
 }
 
 #[test]
+fn a_model_without_a_chat_template_is_said_to_answer_no_chats() {
+    let folder = tempfile::tempdir().unwrap();
+    let kept = fixture("generate-llama");
+    for file in fs::read_dir(&kept).unwrap() {
+        let name = file.unwrap().file_name();
+        if name != "chat_template.jinja" && name != "tokenizer_config.json" {
+            symlink(kept.join(&name), folder.path().join(name)).unwrap();
+        }
+    }
+    let describe = |model: &Path| sconce("check-config", model, "pool[0].options.context=64");
+    let (exit, said) = describe(folder.path());
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("llama for generate (/v1/completions)"), "{said}");
+    // Older files have the template here.
+    let with_template = r#"{"chat_template": "{{ messages }}"}"#;
+    fs::write(folder.path().join("tokenizer_config.json"), with_template).unwrap();
+    assert!(describe(folder.path()).1.contains("(/v1/chat/completions, /v1/completions)"));
+    // The fixture's metadata have no template.
+    let (_, said) = describe(&fixture("gguf/granite.gguf"));
+    assert!(said.contains("granite for generate (/v1/completions)"), "{said}");
+}
+
+#[test]
 fn a_dtype_that_the_device_of_the_pool_does_not_have_is_refused_before_anything_starts() {
     for dtype in ["bf16", "int8"] {
         for command in ["check-config", "launch"] {
