@@ -279,3 +279,41 @@ fn a_model_whose_weights_are_cut_off_will_not_load() {
     assert!(said.contains("pool \"text\"") && said.contains("not a whole safetensors file"), "{said}");
     assert!(!said.contains("will load"), "{said}");
 }
+
+/// Runs `check-config` with a copy of a decoder whose `config.json` is changed.
+fn check_changed(name: &str, changes: &serde_json::Value) -> (i32, String) {
+    let folder = tempfile::tempdir().unwrap();
+    for file in fs::read_dir(fixture(name)).unwrap() {
+        let file = file.unwrap();
+        symlink(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    let path = folder.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    changes.as_object().unwrap().iter().for_each(|(key, value)| config[key] = value.clone());
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, config.to_string()).unwrap();
+    sconce("check-config", folder.path(), "pool[0].name=text")
+}
+
+#[test]
+fn a_decoder_that_cannot_be_computed_is_refused_with_the_property_and_its_value() {
+    let rope = serde_json::json!({"rope_type": "spiral", "rope_theta": 10000.0});
+    for (name, changes, words) in [
+        ("generate-llama", serde_json::json!({"rope_parameters": rope}), "rope scaling \"spiral\""),
+        (
+            "generate-qwen3_moe",
+            serde_json::json!({"num_experts_per_tok": 7}),
+            "num_experts_per_tok is 7, and num_experts 6",
+        ),
+        ("generate-llama", serde_json::json!({"hidden_act": "relu2"}), "hidden_act is \"relu2\""),
+        (
+            "generate-gemma",
+            serde_json::json!({"use_bidirectional_attention": true}),
+            "use_bidirectional_attention is true",
+        ),
+    ] {
+        let (exit, said) = check_changed(name, &changes);
+        assert_eq!(exit, 82, "{name} {changes}: {said}");
+        assert!(said.contains(words) && !said.contains("will load"), "{name} {changes}: {said}");
+    }
+}
