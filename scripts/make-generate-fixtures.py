@@ -506,6 +506,21 @@ def olmo2():
     tiny("olmo2", transformers.Olmo2ForCausalLM, transformers.Olmo2Config(**settings), tokenizer)
 
 
+@made
+def olmo3():
+    """OLMo 2 with windows, as published: the rope is scaled in layers without a window."""
+    tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
+    scaling = {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+               "original_max_position_embeddings": 32, "rope_type": "yarn"}
+    settings = small(tokenizer, num_hidden_layers=4, sliding_window=24, tie_word_embeddings=False, rope_parameters={
+        "full_attention": scaling | {"rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}})
+    del settings["head_dim"]
+    tiny("olmo3", transformers.Olmo3ForCausalLM, transformers.Olmo3Config(**settings), tokenizer, rewrite={
+        "config.json": {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 500000.0,
+                        "layer_types": None, "transformers_version": "4.57.0"}})
+
+
 SMOLLM2_PROMPTS = [
     "The capital of France is",
     "My favourite season is autumn, because",

@@ -137,6 +137,15 @@ const GEMMA2: Architecture = Architecture {
     ..GEMMA
 };
 
+const OLMO2: Architecture = Architecture {
+    name: "olmo2",
+    gguf: "olmo2",
+    norms: Norms::After,
+    head_norms: HeadNorms::All,
+    gguf_has_adjacent_pairs: false,
+    ..LLAMA
+};
+
 /// The architectures, by the names that are in files most often.
 const ALL: &[Architecture] = &[
     LLAMA,
@@ -183,13 +192,13 @@ const ALL: &[Architecture] = &[
         ..LLAMA
     },
     Architecture { name: "granite", gguf: "granite", defaults: r#"{"attention_multiplier": 1.0}"#, ..LLAMA },
+    OLMO2,
     Architecture {
-        name: "olmo2",
-        gguf: "olmo2",
-        norms: Norms::After,
-        head_norms: HeadNorms::All,
-        gguf_has_adjacent_pairs: false,
-        ..LLAMA
+        name: "olmo3",
+        gguf: "",
+        defaults: r#"{"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 500000.0}"#,
+        windows: Windows::Alternating,
+        ..OLMO2
     },
 ];
 
