@@ -38,17 +38,21 @@ import torch
 from tokenizers import (
     AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers,
 )
-from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
-    GemmaConfig, GemmaForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM,
-    Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM, Olmo2Config, Olmo2ForCausalLM,
-    Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
-    Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
-)
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 sys.dont_write_bytecode = True
 shared = importlib.import_module("make-fixtures")
 ROOT, FIXTURES, TEXTS = shared.ROOT, shared.FIXTURES, shared.TEXTS
+
+# The functions that make a fixture, by its name.
+MADE = {}
+
+
+def made(function):
+    MADE[function.__name__] = function
+    return function
+
 
 GAP = 2e-3
 PROMPTS = [
@@ -323,36 +327,39 @@ def tiny(name, kind, config, tokenizer, *, jinja_file=True, rewrite=None):
           "distinct", [len(set(row["greedy"])) for row in prompts])
 
 
+@made
 def llama():
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
-    config = LlamaConfig(**shape(tokenizer, rms_norm_eps=1e-5, tie_word_embeddings=False))
-    tiny("llama", LlamaForCausalLM, config, tokenizer)
+    config = transformers.LlamaConfig(**shape(tokenizer, rms_norm_eps=1e-5, tie_word_embeddings=False))
+    tiny("llama", transformers.LlamaForCausalLM, config, tokenizer)
 
 
+@made
 def llama3():
     """The wavelengths of its rope are on each side of the two limits, and between them."""
     tokenizer = llama_tokenizer(LLAMA3_TEMPLATE)
     ends = tokenizer.convert_tokens_to_ids(["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"])
     scaling = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                "original_max_position_embeddings": 32, "rope_type": "llama3"}
-    config = LlamaConfig(**shape(
+    config = transformers.LlamaConfig(**shape(
         tokenizer, rms_norm_eps=1e-5, tie_word_embeddings=True, eos_token_id=ends,
         rope_parameters=scaling | {"rope_theta": 500.0}))
-    tiny("llama3", LlamaForCausalLM, config, tokenizer, jinja_file=False, rewrite={
+    tiny("llama3", transformers.LlamaForCausalLM, config, tokenizer, jinja_file=False, rewrite={
         "config.json": {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 500.0, "dtype": None,
                         "torch_dtype": "float32", "transformers_version": "4.45.0"},
         "generation_config.json": {"do_sample": True, "temperature": 0.6, "top_p": 0.9,
                                    "transformers_version": "4.45.0"}})
 
 
+@made
 def qwen2():
     """With a sliding window that is not in use, and a vocabulary larger than the tokenizer's."""
     tokenizer = qwen_tokenizer(QWEN2_TEMPLATE)
-    config = Qwen2Config(**shape(
+    config = transformers.Qwen2Config(**shape(
         tokenizer, vocab_size=416, tie_word_embeddings=False, bos_token_id=tokenizer.pad_token_id,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}))
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    tiny("qwen2", Qwen2ForCausalLM, config, tokenizer, jinja_file=False, rewrite={
+    tiny("qwen2", transformers.Qwen2ForCausalLM, config, tokenizer, jinja_file=False, rewrite={
         "config.json": {"rope_parameters": None, "rope_theta": 1000000.0, "dtype": None, "torch_dtype": "float32",
                         "layer_types": None, "max_window_layers": 1, "sliding_window": 32,
                         "use_sliding_window": False, "transformers_version": "4.43.1"},
@@ -360,13 +367,14 @@ def qwen2():
                                    "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.43.1"}})
 
 
+@made
 def qwen3():
     """With heads wider than their part of the hidden size, and added tokens that are not special."""
     tokenizer = qwen_tokenizer(QWEN3_TEMPLATE, "<think>", "</think>")
-    config = Qwen3Config(**shape(
+    config = transformers.Qwen3Config(**shape(
         tokenizer, head_dim=24, tie_word_embeddings=True, bos_token_id=tokenizer.pad_token_id,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}))
-    tiny("qwen3", Qwen3ForCausalLM, config, tokenizer)
+    tiny("qwen3", transformers.Qwen3ForCausalLM, config, tokenizer)
 
 
 def small(tokenizer, **more):
@@ -375,67 +383,77 @@ def small(tokenizer, **more):
                                "initializer_range": 0.35} | more)
 
 
+@made
 def mistral():
     """With a window that most prompts exceed, and biases that only its relatives have."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
-    config = MistralConfig(**small(tokenizer, sliding_window=24, tie_word_embeddings=False,
+    config = transformers.MistralConfig(**small(tokenizer, sliding_window=24, tie_word_embeddings=False,
                                    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
-    tiny("mistral", MistralForCausalLM, config, tokenizer)
+    tiny("mistral", transformers.MistralForCausalLM, config, tokenizer)
 
 
+@made
 def ministral3():
     """With yarn, and queries that grow with their positions."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
     rope = {"rope_type": "yarn", "type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 32,
             "llama_4_scaling_beta": 0.1}
-    config = Ministral3Config(**small(tokenizer, tie_word_embeddings=False, rope_parameters=rope))
-    tiny("ministral3", Ministral3ForCausalLM, config, tokenizer)
+    config = transformers.Ministral3Config(**small(tokenizer, tie_word_embeddings=False, rope_parameters=rope))
+    tiny("ministral3", transformers.Ministral3ForCausalLM, config, tokenizer)
 
 
+@made
 def yarn():
     """Qwen3 with yarn as its model card describes it: with a factor of cosines and sines."""
     tokenizer = qwen_tokenizer(QWEN3_TEMPLATE, "<think>", "</think>")
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-    config = Qwen3Config(**small(tokenizer, tie_word_embeddings=True, bos_token_id=tokenizer.pad_token_id,
+    config = transformers.Qwen3Config(**small(tokenizer, tie_word_embeddings=True, bos_token_id=tokenizer.pad_token_id,
                                  rope_parameters=rope))
-    tiny("yarn", Qwen3ForCausalLM, config, tokenizer)
+    tiny("yarn", transformers.Qwen3ForCausalLM, config, tokenizer)
 
 
+@made
 def gemma():
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
-    config = GemmaConfig(**small(tokenizer, hidden_act="gelu", rope_parameters={
+    config = transformers.GemmaConfig(**small(tokenizer, hidden_act="gelu", rope_parameters={
         "rope_type": "default", "rope_theta": 10000.0}))
-    tiny("gemma", GemmaForCausalLM, config, tokenizer, rewrite={"config.json": {
+    tiny("gemma", transformers.GemmaForCausalLM, config, tokenizer, rewrite={"config.json": {
         "hidden_act": "gelu", "hidden_activation": None, "tie_word_embeddings": None}})
 
 
+@made
 def gemma2():
     """Caps that change the numbers, and a window in every second layer."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
-    config = Gemma2Config(**small(
+    config = transformers.Gemma2Config(**small(
         tokenizer, num_hidden_layers=3, sliding_window=24, query_pre_attn_scalar=16,
-        tie_word_embeddings=False, attn_logit_softcapping=3.0, final_logit_softcapping=12.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
-    tiny("gemma2", Gemma2ForCausalLM, config, tokenizer)
+        tie_word_embeddings=False, attn_logit_softcapping=3.0, final_logit_softcapping=12.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
+    tiny("gemma2", transformers.Gemma2ForCausalLM, config, tokenizer)
 
 
+@made
 def gemma3():
-    """With the settings of transformers 4: one rope for windows, another one, scaled, for the rest."""
+    """With the settings of transformers 4: one rope for windows, another one, scaled, for the rest. The network does not
+    use the bound of the scores."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
     scaling = {"factor": 4.0, "rope_type": "linear"}
-    config = Gemma3TextConfig(**small(
+    config = transformers.Gemma3TextConfig(**small(
         tokenizer, num_hidden_layers=3, sliding_window=24, query_pre_attn_scalar=16, sliding_window_pattern=3,
-        tie_word_embeddings=False, rope_parameters={"full_attention": scaling | {"rope_theta": 100000.0},
-                         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}))
-    tiny("gemma3", Gemma3ForCausalLM, config, tokenizer, rewrite={"config.json": {
+        attn_logit_softcapping=3.0, tie_word_embeddings=False, rope_parameters={
+            "full_attention": scaling | {"rope_theta": 100000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}))
+    tiny("gemma3", transformers.Gemma3ForCausalLM, config, tokenizer, rewrite={"config.json": {
         "rope_parameters": None, "rope_scaling": scaling, "rope_theta": 100000.0, "rope_local_base_freq": 1000.0,
         "layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 3,
         "query_pre_attn_scalar": 16, "transformers_version": "4.50.0"}})
 
 
+@made
 def phi3():
-    """A part of each head is rotated, by other angles in a pool with a longer context. The short prompts and their answers
-    are within the original context, and the last prompt exceeds it."""
+    """A part of each head is rotated, by other angles in a pool with a longer context. The short prompts and their
+    answers are within the original context, and the last prompt exceeds it."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
             "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
@@ -443,44 +461,64 @@ def phi3():
     settings = small(tokenizer, hidden_size=64, tie_word_embeddings=False, rope_parameters=rope, sliding_window=250,
                      original_max_position_embeddings=128)
     del settings["head_dim"]
-    config = Phi3Config(**settings)
-    tiny("phi3", Phi3ForCausalLM, config, tokenizer)
+    config = transformers.Phi3Config(**settings)
+    tiny("phi3", transformers.Phi3ForCausalLM, config, tokenizer)
 
 
+@made
 def qwen3_moe():
     tokenizer = qwen_tokenizer(QWEN3_TEMPLATE, "<think>", "</think>")
-    config = Qwen3MoeConfig(**small(
+    config = transformers.Qwen3MoeConfig(**small(
         tokenizer, num_hidden_layers=3, tie_word_embeddings=False, bos_token_id=tokenizer.pad_token_id,
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
-    tiny("qwen3_moe", Qwen3MoeForCausalLM, config, tokenizer)
+    tiny("qwen3_moe", transformers.Qwen3MoeForCausalLM, config, tokenizer)
 
 
+@made
 def smollm3():
     """Every fourth layer knows no positions."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
-    config = SmolLM3Config(**small(tokenizer, num_hidden_layers=5, tie_word_embeddings=True, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0}))
-    tiny("smollm3", SmolLM3ForCausalLM, config, tokenizer)
+    config = transformers.SmolLM3Config(**small(
+        tokenizer, num_hidden_layers=5, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
+    tiny("smollm3", transformers.SmolLM3ForCausalLM, config, tokenizer)
 
 
+@made
 def granite():
     """All four multipliers, and biases of all matrices."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
-    config = GraniteConfig(**small(
+    config = transformers.GraniteConfig(**small(
         tokenizer, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.1, logits_scaling=2.0,
         attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
-    tiny("granite", GraniteForCausalLM, config, tokenizer)
+    tiny("granite", transformers.GraniteForCausalLM, config, tokenizer)
 
 
+@made
 def olmo2():
     """The norms follow the sublayers, and those of queries and keys are of all heads together."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
     settings = small(tokenizer, hidden_size=64, tie_word_embeddings=False, rope_parameters={
         "rope_type": "default", "rope_theta": 10000.0})
     del settings["head_dim"]
-    tiny("olmo2", Olmo2ForCausalLM, Olmo2Config(**settings), tokenizer)
+    tiny("olmo2", transformers.Olmo2ForCausalLM, transformers.Olmo2Config(**settings), tokenizer)
+
+
+@made
+def olmo3():
+    """OLMo 2 with windows, as published: the rope is scaled in layers without a window."""
+    tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
+    scaling = {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+               "original_max_position_embeddings": 32, "rope_type": "yarn"}
+    settings = small(tokenizer, num_hidden_layers=4, sliding_window=24, tie_word_embeddings=False, rope_parameters={
+        "full_attention": scaling | {"rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}})
+    del settings["head_dim"]
+    tiny("olmo3", transformers.Olmo3ForCausalLM, transformers.Olmo3Config(**settings), tokenizer, rewrite={
+        "config.json": {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 500000.0,
+                        "layer_types": None, "transformers_version": "4.57.0"}})
 
 
 SMOLLM2_PROMPTS = [
@@ -560,14 +598,14 @@ def read_gguf(path):
 
 
 def gguf_llama(meta, weights):
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=meta["llama.vocab_size"], hidden_size=meta["llama.embedding_length"],
         num_hidden_layers=meta["llama.block_count"], num_attention_heads=meta["llama.attention.head_count"],
         num_key_value_heads=meta["llama.attention.head_count_kv"],
         intermediate_size=meta["llama.feed_forward_length"], max_position_embeddings=meta["llama.context_length"],
         rms_norm_eps=meta["llama.attention.layer_norm_rms_epsilon"], tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": meta["llama.rope.freq_base"]})
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     left = model.load_state_dict(weights, strict=False)
     # No output.weight in the file: it is the embedding's.
     assert left.missing_keys == ["lm_head.weight"] and not left.unexpected_keys
@@ -595,6 +633,7 @@ def gguf_tokenizer(meta):
         clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"], **names)
 
 
+@made
 def smollm2():
     path = ROOT / "models" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     meta, weights = read_gguf(path)
@@ -635,11 +674,6 @@ def smollm2():
         "prompts": prompts, "chats": chats,
         "round_trips": [round_trip(tokenizer, tokenizer.backend_tokenizer, text) for text in ROUND_TRIPS],
         "perplexity": {"text": NOVEL, "ids": ids, "nll": round(nll, 6)}})
-
-
-MADE = {made.__name__: made for made in (
-    llama, llama3, qwen2, qwen3, mistral, ministral3, yarn, gemma, gemma2, gemma3, phi3, qwen3_moe, smollm3, granite,
-    olmo2, smollm2)}
 
 
 def main():

@@ -62,6 +62,29 @@ fn an_option_the_model_does_not_take_is_refused_before_anything_starts() {
 }
 
 #[test]
+fn a_model_without_a_chat_template_is_said_to_answer_no_chats() {
+    let folder = tempfile::tempdir().unwrap();
+    let kept = fixture("generate-llama");
+    for file in fs::read_dir(&kept).unwrap() {
+        let name = file.unwrap().file_name();
+        if name != "chat_template.jinja" && name != "tokenizer_config.json" {
+            symlink(kept.join(&name), folder.path().join(name)).unwrap();
+        }
+    }
+    let describe = |model: &Path| sconce("check-config", model, "pool[0].options.context=64");
+    let (exit, said) = describe(folder.path());
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("llama for generate (/v1/completions)"), "{said}");
+    // Older files have the template here.
+    let with_template = r#"{"chat_template": "{{ messages }}"}"#;
+    fs::write(folder.path().join("tokenizer_config.json"), with_template).unwrap();
+    assert!(describe(folder.path()).1.contains("(/v1/chat/completions, /v1/completions)"));
+    // The fixture's metadata have no template.
+    let (_, said) = describe(&fixture("gguf/granite.gguf"));
+    assert!(said.contains("granite for generate (/v1/completions)"), "{said}");
+}
+
+#[test]
 fn a_dtype_that_the_device_of_the_pool_does_not_have_is_refused_before_anything_starts() {
     for dtype in ["bf16", "int8"] {
         for command in ["check-config", "launch"] {
@@ -304,4 +327,42 @@ fn a_folder_that_is_not_on_this_host_is_refused_and_an_id_of_the_hub_is_not() {
     let (exit, said) = check("somebody/no-such-model");
     assert_eq!(exit, 0, "{said}");
     assert!(said.contains("the model is not in the hub's cache on this host"), "{said}");
+}
+
+/// Runs `check-config` with a copy of a decoder whose `config.json` is changed.
+fn check_changed(name: &str, changes: &serde_json::Value) -> (i32, String) {
+    let folder = tempfile::tempdir().unwrap();
+    for file in fs::read_dir(fixture(name)).unwrap() {
+        let file = file.unwrap();
+        symlink(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    let path = folder.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    changes.as_object().unwrap().iter().for_each(|(key, value)| config[key] = value.clone());
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, config.to_string()).unwrap();
+    sconce("check-config", folder.path(), "pool[0].name=text")
+}
+
+#[test]
+fn a_decoder_that_cannot_be_computed_is_refused_with_the_property_and_its_value() {
+    let rope = serde_json::json!({"rope_type": "spiral", "rope_theta": 10000.0});
+    for (name, changes, words) in [
+        ("generate-llama", serde_json::json!({"rope_parameters": rope}), "rope scaling \"spiral\""),
+        (
+            "generate-qwen3_moe",
+            serde_json::json!({"num_experts_per_tok": 7}),
+            "num_experts_per_tok is 7, and num_experts 6",
+        ),
+        ("generate-llama", serde_json::json!({"hidden_act": "relu2"}), "hidden_act is \"relu2\""),
+        (
+            "generate-gemma",
+            serde_json::json!({"use_bidirectional_attention": true}),
+            "use_bidirectional_attention is true",
+        ),
+    ] {
+        let (exit, said) = check_changed(name, &changes);
+        assert_eq!(exit, 82, "{name} {changes}: {said}");
+        assert!(said.contains(words) && !said.contains("will load"), "{name} {changes}: {said}");
+    }
 }

@@ -19,25 +19,6 @@ use sconce::model::{
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
 
-/// Models with random weights.
-const TINY: [&str; 15] = [
-    "generate-llama",
-    "generate-llama3",
-    "generate-qwen2",
-    "generate-qwen3",
-    "generate-mistral",
-    "generate-ministral3",
-    "generate-yarn",
-    "generate-gemma",
-    "generate-gemma2",
-    "generate-gemma3",
-    "generate-phi3",
-    "generate-qwen3_moe",
-    "generate-smollm3",
-    "generate-granite",
-    "generate-olmo2",
-];
-
 /// The context of a pool that computes a sequence as the reference library does, which begins with `prompt` tokens and ends
 /// with `all`. Phi-3's angles depend on whether the context is longer than the original one of 128 tokens, and the reference
 /// library's on whether the sequence is. They change in the middle of a sequence there, so that none fits one that grows past
@@ -58,6 +39,27 @@ fn root() -> PathBuf {
 
 fn fixture(name: &str) -> PathBuf {
     root().join("tests/fixtures").join(name)
+}
+
+/// The names of the fixtures of models with random weights. Another one is tested as soon as its folder is there.
+fn tiny() -> Vec<String> {
+    let names = fixtures("", "");
+    names.into_iter().filter(|name| name.starts_with("generate-")).collect()
+}
+
+/// The names in a folder of the fixtures that end like this, without that end, in order.
+fn fixtures(folder: &str, end: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(fixture(folder)).expect("fixtures").flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<String> = names.filter_map(|name| Some(name.strip_suffix(end)?.to_owned())).collect();
+    names.sort();
+    names
+}
+
+/// The tiny models with their folders, and the real one.
+fn all_models() -> impl Iterator<Item = (String, PathBuf)> {
+    let tiny = tiny().into_iter().map(|name| (name.clone(), fixture(&name)));
+    tiny.chain(std::iter::once_with(|| ("smollm2".to_owned(), smollm2())))
 }
 
 fn smollm2() -> PathBuf {
@@ -205,8 +207,9 @@ fn logits_in(format: NumberFormat, path: &Path, ids: &[u32], chunk: usize) -> Ve
 
 #[test]
 fn tokens_are_those_of_the_reference_library() {
-    for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
-        let (processor, _) = load(&path, json!({}));
+    for (name, path) in all_models() {
+        let (name, path) = (&*name, &*path);
+        let (processor, _) = load(path, json!({}));
         let expected = expected(name);
         for trip in expected["round_trips"].as_array().expect("a list") {
             let (text, ids) = (&trip["text"], numbers(&trip["ids"]));
@@ -227,7 +230,7 @@ fn tokens_are_those_of_the_reference_library() {
 
 #[test]
 fn safetensors_weights_with_fewer_bits_give_nearly_the_same_logits_however_the_prompt_is_cut() {
-    for name in TINY {
+    for name in &tiny() {
         let path = fixture(name);
         // Weights of random numbers make differences larger from layer to layer.
         for (format, dtype, most) in
@@ -262,7 +265,7 @@ fn safetensors_weights_with_fewer_bits_give_nearly_the_same_logits_however_the_p
 
 #[test]
 fn logits_are_those_of_the_reference_library_however_the_prompt_is_cut() {
-    for name in TINY {
+    for name in &tiny() {
         for prompt in expected(name)["prompts"].as_array().expect("a list") {
             let ids = numbers(&prompt["ids"]);
             let ours = logits(&fixture(name), &ids, usize::MAX >> 1);
@@ -310,18 +313,7 @@ fn the_text_part_of_a_model_of_images_and_text_is_the_decoder() {
 #[test]
 fn logits_of_gguf_files_are_those_of_the_reference_library() {
     // llama.cpp reads these files with the same results (`scripts/make-gguf-fixtures.py`).
-    for name in [
-        "ministral3",
-        "yarn",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "qwen3_moe",
-        "smollm3",
-        "granite",
-        "olmo2",
-    ] {
+    for name in fixtures("gguf", ".gguf") {
         let fixture_name = format!("generate-{name}");
         let path = fixture("gguf").join(format!("{name}.gguf"));
         for prompt in expected(&fixture_name)["prompts"].as_array().expect("a list") {
@@ -350,10 +342,11 @@ fn logits_of_real_quantised_weights_are_those_of_the_same_numbers_in_f32() {
 
 #[test]
 fn greedy_text_is_that_of_the_reference_library() {
-    for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
+    for (name, path) in all_models() {
+        let (name, path) = (&*name, &*path);
         let of_context = |context: usize| match name {
-            "smollm2" => load(&path, json!({"activations": "f32"})),
-            _ => load(&path, json!({"activations": "f32", "context": context})),
+            "smollm2" => load(path, json!({"activations": "f32"})),
+            _ => load(path, json!({"activations": "f32", "context": context})),
         };
         let mut models = BTreeMap::new();
         for prompt in expected(name)["prompts"].as_array().expect("a list") {
@@ -471,6 +464,118 @@ fn with_windows_or_experts_a_sequence_is_the_same_to_the_bit_too() {
     }
 }
 
+/// A copy of a model with random weights, whose `config.json` and tensors are changed.
+fn changed(
+    name: &str,
+    config: &Value,
+    change: impl Fn(&mut std::collections::HashMap<String, candle_core::Tensor>),
+) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (from, to) = (|file: &str| fixture(name).join(file), |file: &str| folder.path().join(file));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(from(file), to(file)).expect("a fixture");
+    }
+    let mut fields: Value =
+        serde_json::from_slice(&std::fs::read(from("config.json")).expect("a fixture")).expect("JSON");
+    config.as_object().expect("fields").iter().for_each(|(key, value)| fields[key] = value.clone());
+    std::fs::write(to("config.json"), fields.to_string()).expect("a disk");
+    let mut tensors =
+        candle_core::safetensors::load(from("model.safetensors"), &Device::Cpu).expect("tensors");
+    change(&mut tensors);
+    candle_core::safetensors::save(&tensors, to("model.safetensors")).expect("a disk");
+    folder
+}
+
+#[test]
+fn tensors_that_do_not_fit_the_configuration_are_named_with_both_shapes() {
+    for (name, config, tensor, shapes) in [
+        (
+            "generate-llama",
+            json!({"intermediate_size": 95}),
+            "mlp.down_proj.weight",
+            ["[64, 96]", "[64, 95]"],
+        ),
+        ("generate-phi3", json!({"num_key_value_heads": 4}), "qkv_proj.weight", ["[128, 64]", "[192, 64]"]),
+        ("generate-qwen3", json!({"head_dim": 16}), "self_attn.q_proj.weight", ["[96, 64]", "[64, 64]"]),
+        ("generate-qwen3_moe", json!({"num_local_experts": 5}), "mlp.gate.weight", ["[6, 32]", "[5, 32]"]),
+        (
+            "generate-qwen3_moe",
+            json!({"moe_intermediate_size": 31}),
+            "experts.0.gate_proj.weight",
+            ["[32, 32]", "[31, 32]"],
+        ),
+        (
+            "generate-gemma2",
+            json!({"num_hidden_layers": 4, "layer_types": null}),
+            "model.layers.3.",
+            ["missing", ""],
+        ),
+    ] {
+        let folder = changed(name, &config, |_| {});
+        let refused = generate::load(&spec(folder.path(), json!({})), &Device::Cpu).err();
+        let error = refused.unwrap_or_else(|| panic!("{name} {config}")).to_string();
+        assert!(
+            [tensor, shapes[0], shapes[1]].iter().all(|words| error.contains(words)),
+            "{config}: {error}"
+        );
+    }
+}
+
+#[test]
+fn a_router_without_numbers_fails_its_own_sequence_and_is_named() {
+    // The embedding of one token is large in one of the numbers that the router reads, where its weights overflow.
+    const TOKEN: u32 = 7;
+    let folder = changed("generate-qwen3_moe", &json!({}), |tensors| {
+        let mut change = |name: &str, change: &dyn Fn(&mut Vec<f32>)| {
+            let tensor = &tensors[name];
+            let mut numbers: Vec<f32> =
+                tensor.flatten_all().and_then(|tensor| tensor.to_vec1()).expect("numbers");
+            change(&mut numbers);
+            let tensor =
+                candle_core::Tensor::from_vec(numbers, tensor.shape(), &Device::Cpu).expect("a tensor");
+            tensors.insert(name.to_owned(), tensor);
+        };
+        change("model.embed_tokens.weight", &|numbers| numbers[TOKEN as usize * 32] = 1e4);
+        change("model.layers.0.post_attention_layernorm.weight", &|numbers| numbers[0] = 1.0);
+        // Of the third expert. The other tokens have at most about 3 there, and this one has √32.
+        change("model.layers.0.mlp.gate.weight", &|numbers| {
+            numbers[2 * 32..3 * 32].fill(0.0);
+            numbers[2 * 32] = 8e37;
+        });
+    });
+    let words = "the router of layer 0 (mlp.gate, in GGUF files ffn_gate_inp) gave expert 2 the score inf";
+    let on_host = || generate::load(&spec(folder.path(), json!({})), &Device::Cpu);
+    let by_candle = || generate::load_onto(&spec(folder.path(), json!({})), &Device::Cpu);
+    for load in [&on_host as &dyn Fn() -> _, &by_candle] {
+        let (processor, mut generator) = load().unwrap_or_else(|error| panic!("{error}"));
+        let prompt = |ids: &[u32]| {
+            let body = json!({"prompt": [ids], "max_tokens": 8, "temperature": 0, "ignore_eos": true});
+            inputs(&processor, COMPLETIONS, &body).remove(0)
+        };
+        let good = prompt(&[5, 6, 8, 9]);
+        let alone = run(&mut generator, std::slice::from_ref(&good), AT_ONCE);
+        let bad = [prompt(&[5, TOKEN, 8]), prompt(&[5, TOKEN, 8, 9])];
+        for (slot, prompt) in [&bad[0], &good, &bad[1]].into_iter().enumerate() {
+            generator.open(Slot(slot), &prompt.input).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let rows: Vec<Row> = [3, 4, 2]
+            .into_iter()
+            .zip(0..)
+            .map(|(tokens, slot)| Row { slot: Slot(slot), feed: Feed::Tokens(tokens) })
+            .collect();
+        let step = generator.step(&rows).unwrap_or_else(|error| panic!("{error}"));
+        // The last of them is not fed wholly, so that nothing is chosen after it.
+        for index in [0, 2] {
+            let error = step[index].as_ref().expect_err("a fault");
+            assert!(error.message.contains(words), "{error}");
+        }
+        assert!(step[1].is_ok());
+        (0..3).for_each(|slot| generator.close(Slot(slot)));
+        // Nothing of it is reused, and the next step is as if it had not been.
+        assert_eq!(run(&mut generator, std::slice::from_ref(&good), AT_ONCE), alone);
+    }
+}
+
 /// What a GPU runs, on the CPU.
 fn by_candle(path: &Path, options: Value, dtype: Dtype) -> (GenerateProcessor, TextGenerator) {
     let spec = LoadSpec { dtype, ..spec(path, options) };
@@ -479,8 +584,9 @@ fn by_candle(path: &Path, options: Value, dtype: Dtype) -> (GenerateProcessor, T
 
 #[test]
 fn by_candle_texts_are_the_references_also_cut_or_with_reused_beginnings() {
-    for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
-        let (processor, mut generator) = by_candle(&path, json!({"context": 256}), Dtype::F32);
+    for (name, path) in all_models() {
+        let (name, path) = (&*name, &*path);
+        let (processor, mut generator) = by_candle(path, json!({"context": 256}), Dtype::F32);
         let expected = expected(name);
         let all = expected["prompts"].as_array().expect("a list");
         let has_context = |prompt: &&Value| {

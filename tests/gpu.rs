@@ -246,17 +246,28 @@ struct Generated {
 }
 
 fn generate(device: &str, settings: &[&str], variables: &[(&str, &str)]) -> Generated {
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/generate-llama");
+    let prompts: Vec<Value> = texts().into_iter().map(Value::from).collect();
+    generate_from("generate-llama", &prompts, device, settings, variables)
+}
+
+fn generate_from(
+    model: &str,
+    prompts: &[Value],
+    device: &str,
+    settings: &[&str],
+    variables: &[(&str, &str)],
+) -> Generated {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
-    let line = |(at, prompt): (usize, &String)| {
+    let line = |(at, prompt): (usize, &Value)| {
         let body =
             json!({"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": true, "logprobs": 1});
         let line =
             json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/completions", "body": body});
         format!("{line}\n")
     };
-    fs::write(&input, texts().iter().enumerate().map(line).collect::<String>()).unwrap();
+    fs::write(&input, prompts.iter().enumerate().map(line).collect::<String>()).unwrap();
     let mut command = run_batch(&model, device, (&input, &output));
     for setting in [&["launcher.max_quick_failures=1"], settings].concat() {
         command.args(["--set", setting]);
@@ -302,6 +313,28 @@ fn a_gpu_continues_several_texts_at_once_as_a_cpu_does() {
         // Random weights nearly tie more often than a model's.
         let least = if settings.is_empty() { cpu.texts.len() } else { cpu.texts.len() / 4 };
         assert!(same.len() >= least, "{settings:?}: {} texts are the same", same.len());
+    }
+}
+
+#[test]
+fn a_gpu_computes_each_architecture_of_decoders_as_a_cpu_does() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let names = fs::read_dir(&fixtures).unwrap().map(|it| it.unwrap().file_name().into_string().unwrap());
+    let names: Vec<String> = names.filter(|name| name.starts_with("generate-")).collect();
+    assert!(names.len() >= 15, "{names:?}");
+    for name in names {
+        let expected = fs::read(fixtures.join(&name).join("expected.json")).unwrap();
+        let expected: Value = serde_json::from_slice(&expected).unwrap();
+        // No token of their answers nearly ties with another one.
+        let prompts = expected["prompts"].as_array().unwrap().iter().map(|it| it["ids"].clone());
+        let prompts: Vec<Value> = prompts.collect();
+        let small = ["pool[0].batch.max_tokens=48"];
+        let [cpu, gpu] = ["cpu", "cuda:0"].map(|device| generate_from(&name, &prompts, device, &small, &[]));
+        let said = String::from_utf8_lossy(&gpu.output.stderr);
+        assert_eq!(cpu.texts.len(), prompts.len(), "{name}");
+        assert_eq!(gpu.texts, cpu.texts, "{name}: {said}");
+        let off = cpu.logprobs.iter().zip(&gpu.logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(off > 0.0 && off < 1e-3, "{name}: {off}");
     }
 }
 

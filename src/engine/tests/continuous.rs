@@ -28,8 +28,12 @@ pub(super) struct Ended {
 }
 
 impl Ended {
+    pub(super) fn body(&self) -> &Value {
+        self.result.as_ref().unwrap()
+    }
+
     pub(super) fn text(&self) -> &str {
-        self.result.as_ref().unwrap()["text"].as_str().unwrap()
+        self.body()["text"].as_str().unwrap()
     }
 
     pub(super) fn error(&self) -> TaskErrorKind {
@@ -39,10 +43,14 @@ impl Ended {
 
 impl Rig {
     pub(super) fn new(source: &str, max_tokens: usize) -> Self {
-        let (log, fault) = (Log::default(), Arc::new(Mutex::new(None)));
         let starter = crate::engine::continuous(script::load);
+        Self::of(&starter, |log| setup(source, max_tokens, log))
+    }
+
+    pub(super) fn of(starter: &Starter, setup: impl Fn(&Log) -> Setup) -> Self {
+        let (log, fault) = (Log::default(), Arc::new(Mutex::new(None)));
         let Loaded { engine, mut notices, .. } =
-            starter.start_here(setup(source, max_tokens, &log)).unwrap_or_else(|error| panic!("{error}"));
+            starter.start_here(setup(&log)).unwrap_or_else(|error| panic!("{error}"));
         let received = fault.clone();
         tokio::task::spawn_local(async move {
             while let Some(notice) = notices.recv().await {
@@ -66,6 +74,15 @@ impl Rig {
     /// Runs a task, and takes its parts every 50 ms, as a worker does.
     pub(super) async fn run_as(&self, task: Arc<TaskState>, script: Value, group: Option<Group>) -> Ended {
         let message = Message { body: script.to_string().into(), ..Message::default() };
+        self.run_message(message, task, group).await
+    }
+
+    pub(super) async fn run_message(
+        &self,
+        message: Message,
+        task: Arc<TaskState>,
+        group: Option<Group>,
+    ) -> Ended {
         let mut job = match self.engine.preprocess(&message, &Files::default()) {
             Ok(job) => job,
             Err(error) => return self.ended(Err(error), Vec::new(), Computed::default()),

@@ -2,6 +2,7 @@
 
 mod continuous;
 mod encoding;
+mod generated;
 mod oneshot;
 mod probe;
 
@@ -39,6 +40,11 @@ impl Log {
     /// Waits until `count` passes have ended.
     pub(super) async fn passes(&self, count: usize) {
         self.1.subscribe().wait_for(|passes| *passes >= count).await.unwrap();
+    }
+
+    /// The number of passes that have ended.
+    pub(super) fn ended_passes(&self) -> usize {
+        *self.1.borrow()
     }
 
     pub(super) fn take(&self) -> Vec<Report> {

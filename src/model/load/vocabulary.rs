@@ -17,6 +17,9 @@ use crate::model::{LoadError, TaskError};
 /// The files beside `tokenizer.json` that are read, if the model has them.
 const CONFIGS: [&str; 3] = ["config.json", "generation_config.json", "tokenizer_config.json"];
 
+/// The name of the chat template in the metadata of GGUF files.
+const GGUF_TEMPLATE: &str = "tokenizer.chat_template";
+
 /// A model's tokens.
 pub struct Vocabulary {
     tokenizer: Tokenizer,
@@ -187,10 +190,22 @@ impl Vocabulary {
     /// [`LoadError::File`] naming a value that is missing or not supported.
     pub fn from_gguf(gguf: &Gguf, vocab_size: usize) -> Result<Self, LoadError> {
         let GgufTokenizer { tokenizer, begin, ends, named } = GgufTokenizer::read(gguf)?;
-        let chat = gguf.text("tokenizer.chat_template");
+        let chat = gguf.text(GGUF_TEMPLATE);
         let chat = chat.and_then(|template| ChatTemplates::from_text(template, &special_tokens(named)));
         let texts = TokenTexts::read(&tokenizer, vocab_size).map_err(|reason| gguf.fault(reason))?;
         Ok(Self { tokenizer, begin, ends, chat, texts })
+    }
+
+    /// Whether the model has a chat template. Reads no vocabulary.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a file that cannot be read.
+    pub fn has_chat(files: &ModelFiles) -> Result<bool, LoadError> {
+        if let Some(path) = files.gguf() {
+            return Ok(Gguf::read(&path)?.text(GGUF_TEMPLATE).is_some());
+        }
+        let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
+        ChatTemplates::are_in(files, config.chat_template)
     }
 
     /// The tokens of a prompt. For a long text they may be incomplete (see [`ids_of`]).

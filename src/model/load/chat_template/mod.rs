@@ -95,6 +95,18 @@ impl ChatTemplates {
         configured: Option<TemplateField>,
         special_tokens: &SpecialTokens,
     ) -> Result<Option<Self>, LoadError> {
+        Ok(Self::new(Self::sources(files, configured)?, special_tokens))
+    }
+
+    /// Whether [`from_files`](Self::from_files) finds a template.
+    ///
+    /// # Errors
+    /// As [`from_files`](Self::from_files).
+    pub fn are_in(files: &ModelFiles, configured: Option<TemplateField>) -> Result<bool, LoadError> {
+        Ok(!Self::sources(files, configured)?.is_empty())
+    }
+
+    fn sources(files: &ModelFiles, configured: Option<TemplateField>) -> Result<Sources, LoadError> {
         let mut sources = Sources::new();
         let mut add = |name: &str, file: &str| -> Result<(), LoadError> {
             if let Some(path) = files.optional(file)? {
@@ -112,7 +124,7 @@ impl ChatTemplates {
         if sources.is_empty() {
             sources = configured.map(TemplateField::into_sources).unwrap_or_default();
         }
-        Ok(Self::new(sources, special_tokens))
+        Ok(sources)
     }
 
     /// The template of a GGUF file.

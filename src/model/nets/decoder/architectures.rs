@@ -26,6 +26,9 @@ pub struct Architecture {
     pub norm_offset: f32,
     /// Whether token embeddings are multiplied by the square root of their width.
     pub scales_embeddings: bool,
+    /// Whether `attn_logit_softcapping` bounds the scores of attention. Gemma 3's files may have it too, and its networks in
+    /// transformers and llama.cpp do not use it.
+    pub caps_scores: bool,
     /// The function that `config.json` calls `gelu`.
     pub gelu: Activation,
     /// Whether the two numbers of a rotated pair are adjacent in GGUF files. Otherwise they are half a head apart.
@@ -81,6 +84,7 @@ const LLAMA: Architecture = Architecture {
     is_fused: false,
     norm_offset: 0.0,
     scales_embeddings: false,
+    caps_scores: false,
     gelu: Activation::Gelu,
     gguf_has_adjacent_pairs: true,
     gguf_layers_with_width_scale: None,
@@ -127,9 +131,19 @@ const GEMMA2: Architecture = Architecture {
     }"#,
     windows: Windows::Alternating,
     norms: Norms::Both,
+    caps_scores: true,
     // Gemma 2 27B.
     gguf_layers_with_width_scale: Some(46),
     ..GEMMA
+};
+
+const OLMO2: Architecture = Architecture {
+    name: "olmo2",
+    gguf: "olmo2",
+    norms: Norms::After,
+    head_norms: HeadNorms::All,
+    gguf_has_adjacent_pairs: false,
+    ..LLAMA
 };
 
 /// The architectures, by the names that are in files most often.
@@ -158,6 +172,7 @@ const ALL: &[Architecture] = &[
             "sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0
         }"#,
         head_norms: HeadNorms::Each,
+        caps_scores: false,
         // Gemma 3 27B.
         gguf_layers_with_width_scale: Some(62),
         ..GEMMA2
@@ -177,13 +192,13 @@ const ALL: &[Architecture] = &[
         ..LLAMA
     },
     Architecture { name: "granite", gguf: "granite", defaults: r#"{"attention_multiplier": 1.0}"#, ..LLAMA },
+    OLMO2,
     Architecture {
-        name: "olmo2",
-        gguf: "olmo2",
-        norms: Norms::After,
-        head_norms: HeadNorms::All,
-        gguf_has_adjacent_pairs: false,
-        ..LLAMA
+        name: "olmo3",
+        gguf: "",
+        defaults: r#"{"sliding_window": 4096, "sliding_window_pattern": 4, "rope_local_base_freq": 500000.0}"#,
+        windows: Windows::Alternating,
+        ..OLMO2
     },
 ];
 

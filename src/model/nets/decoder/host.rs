@@ -2,9 +2,11 @@
 //! own position. Owns the weights. Each row is computed separately; attention also reads the keys and values of the
 //! row's own sequence. So a token's results do not depend on what else is in the step.
 
+use std::collections::BTreeMap;
+
 use super::DecoderWeights;
 use super::config::{DecoderConfig, Experts, LayerConfig};
-use super::{KNOWN_TOKENS, known_ids};
+use super::{KNOWN_TOKENS, Part, known_ids, parts};
 use crate::model::nets::fitness::{self, COMPARED_LAYERS};
 use crate::model::ops::causal::{Span, attend};
 use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers};
@@ -23,6 +25,31 @@ pub struct Decoder {
     rotaries: Vec<Rotary>,
     /// Reused by the next step.
     buffers: Buffers,
+    /// The faults of the last step.
+    faults: RouterFaults,
+}
+
+/// The first fault of each row that has one, by the rows of a step.
+pub type RouterFaults = BTreeMap<usize, RouterFault>;
+
+/// A router gave a row a score from which no expert can be chosen: NaN, or infinite.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterFault {
+    /// The layer.
+    pub layer: usize,
+    expert: usize,
+    score: f32,
+}
+
+impl std::fmt::Display for RouterFault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { layer, expert, score } = self;
+        let Part { safetensors, gguf } = parts::ROUTER;
+        write!(
+            f,
+            "the router of layer {layer} ({safetensors}, in GGUF files {gguf}) gave expert {expert} the score {score}"
+        )
+    }
 }
 
 /// A matrix with its bias.
@@ -218,7 +245,13 @@ impl Decoder {
             rotaries: config.rotaries(context),
             config: config.clone(),
             buffers: Buffers::default(),
+            faults: RouterFaults::new(),
         })
+    }
+
+    /// The faults of the last step. The logits after such a row are not finite.
+    pub fn faults(&self) -> &RouterFaults {
+        &self.faults
     }
 
     /// All matrices, with their names in the cache.
@@ -256,6 +289,8 @@ impl Decoder {
         logits: &mut Vec<f32>,
     ) {
         logits.resize(wanted.len() * self.config.vocabulary, 0.0);
+        let mut faults = std::mem::take(&mut self.faults);
+        faults.clear();
         if ids.is_empty() {
             return;
         }
@@ -270,8 +305,9 @@ impl Decoder {
         }
         for (index, layer) in self.layers.iter().enumerate() {
             self.attention(layer, kv, index, spans, &mut buffers);
-            self.feed_forward(layer, &mut buffers);
+            self.feed_forward(layer, index, &mut buffers, &mut faults);
         }
+        self.faults = faults;
         let mut last = Vec::with_capacity(wanted.len() * hidden);
         wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
         let mut normed = vec![0.0; last.len()];
@@ -332,7 +368,7 @@ impl Decoder {
     }
 
     /// x += the feed-forward sublayer of norm(x).
-    fn feed_forward(&self, layer: &Layer, buffers: &mut Buffers) {
+    fn feed_forward(&self, layer: &Layer, index: usize, buffers: &mut Buffers, faults: &mut RouterFaults) {
         let DecoderConfig { eps, activation, .. } = self.config;
         let Buffers { x, normed, product, gated, experts: expert_buffers, .. } = buffers;
         norm_or_copy(layer.inner_norms[0].as_ref(), x, eps, normed);
@@ -342,10 +378,7 @@ impl Decoder {
                 let ExpertBuffers { scores, rows, results } = expert_buffers;
                 scores.resize(normed.len() / router.depth() * router.width(), 0.0);
                 router.multiply(normed, scores);
-                let chosen: Vec<Vec<(usize, f32)>> = scores
-                    .chunks_exact_mut(sizes.count)
-                    .map(|scores| choose_experts(scores, sizes))
-                    .collect();
+                let chosen = choose_experts(scores, sizes, index, faults);
                 let hidden = self.config.hidden;
                 product.clear();
                 product.resize(x.len(), 0.0);
@@ -397,22 +430,75 @@ fn norm_or_copy(norm: Option<&Vec<f32>>, rows: &[f32], eps: f32, out: &mut Vec<f
     }
 }
 
-/// The experts of a token with their weights, the likeliest first: the softmax of `scores`, which are overwritten, and of
-/// that the largest. Of equally likely experts those with lower numbers are chosen. If a score is not finite, the weights are not finite either, so that the token's
-/// logits show it.
+/// The experts of each row with their weights, the likeliest first. `scores` are `[rows, experts]`. Adds a fault for each row for which none can be chosen, unless the row has one.
 pub(super) fn choose_experts(
-    scores: &mut [f32],
+    scores: &[f32],
+    experts: Experts,
+    layer: usize,
+    faults: &mut RouterFaults,
+) -> Vec<Vec<(usize, f32)>> {
+    let rows = scores.chunks_exact(experts.count).enumerate();
+    let chosen = rows.map(|(row, scores)| {
+        choose_for_row(scores, experts).unwrap_or_else(|(expert, score)| {
+            faults.entry(row).or_insert(RouterFault { layer, expert, score });
+            // So that the row's logits are not finite either.
+            vec![(0, f32::NAN)]
+        })
+    });
+    chosen.collect()
+}
+
+/// The experts of one row: the largest of the softmax of `scores`. Of equally likely experts those with lower numbers are
+/// chosen. The error is an expert whose score is NaN or infinite, with the score.
+fn choose_for_row(
+    scores: &[f32],
     Experts { used, is_normalised, .. }: Experts,
-) -> Vec<(usize, f32)> {
+) -> Result<Vec<(usize, f32)>, (usize, f32)> {
     let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    scores.iter_mut().for_each(|score| *score = (*score - most).exp());
-    let sum: f32 = scores.iter().sum();
-    let mut all: Vec<(usize, f32)> = scores.iter().map(|score| score / sum).enumerate().collect();
+    let mut all: Vec<(usize, f32)> = scores.iter().map(|score| (score - most).exp()).enumerate().collect();
+    let sum: f32 = all.iter().map(|(_, weight)| weight).sum();
+    // NaN or an infinite largest score makes the sum NaN. So the check takes one comparison for each row.
+    if sum.is_nan() {
+        let expert = scores.iter().position(|score| !score.is_finite()).unwrap_or_default();
+        return Err((expert, scores[expert]));
+    }
+    all.iter_mut().for_each(|(_, weight)| *weight /= sum);
     all.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     all.truncate(used);
     if is_normalised {
         let sum: f32 = all.iter().map(|(_, weight)| weight).sum();
         all.iter_mut().for_each(|(_, weight)| *weight /= sum);
     }
-    all
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_for_which_no_expert_can_be_chosen_is_named_with_the_score() {
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        #[rustfmt::skip]
+        let scores = [
+            0.0, 1.0, 3.0,
+            2.0, nan, 1.0,
+            -inf, 1.0, 1.0,
+            1.0, 2.0, inf,
+            -inf, -inf, -inf,
+        ];
+        let experts = Experts { count: 3, used: 2, inner: 1, is_normalised: true };
+        let mut faults = RouterFaults::new();
+        let chosen = choose_experts(&scores, experts, 7, &mut faults);
+        let numbers = |row: usize| chosen[row].iter().map(|(expert, _)| *expert).collect::<Vec<_>>();
+        assert_eq!((numbers(0), numbers(2)), (vec![2, 1], vec![1, 2]));
+        let said: Vec<(usize, String)> =
+            faults.iter().map(|(row, fault)| (*row, fault.to_string())).collect();
+        let expected = [(1, "1 the score NaN"), (3, "2 the score inf"), (4, "0 the score -inf")];
+        let start = "the router of layer 7 (mlp.gate, in GGUF files ffn_gate_inp) gave expert";
+        assert_eq!(said, expected.map(|(row, end)| (row, format!("{start} {end}"))));
+        // A row keeps its first fault.
+        choose_experts(&[nan; 15], experts, 8, &mut faults);
+        assert_eq!((faults[&1].layer, faults[&0].layer), (7, 8));
+    }
 }

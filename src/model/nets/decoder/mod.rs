@@ -11,7 +11,7 @@ mod on_device;
 mod read;
 pub mod rope;
 
-pub use host::{Decoder, compare_with_f32};
+pub use host::{Decoder, RouterFaults, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
 
 use std::path::PathBuf;
@@ -65,6 +65,14 @@ impl CachedDecoder {
                 Ok(())
             }
             Self::Device(decoder) => decoder.forward(ids, spans, wanted, logits),
+        }
+    }
+
+    /// The faults of the last step, by its rows. The logits after such a row are not finite.
+    pub fn faults(&self) -> &RouterFaults {
+        match self {
+            Self::Host(decoder, _) => decoder.faults(),
+            Self::Device(decoder) => decoder.faults(),
         }
     }
 

@@ -13,7 +13,7 @@ use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope;
 
 use super::config::{DecoderConfig, LayerConfig};
-use super::host::{FeedForward, Gated, Linear, choose_experts};
+use super::host::{FeedForward, Gated, Linear, RouterFaults, choose_experts};
 use super::{DecoderWeights, KNOWN_TOKENS, host, known_ids};
 use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_precision};
@@ -54,6 +54,8 @@ pub struct DeviceDecoder {
     windows: Vec<Option<usize>>,
     /// The slot with which shorter sequences are padded. No token is written to it, and its keys and values are zeros.
     padding_slot: u32,
+    /// The faults of the last step.
+    faults: RouterFaults,
 }
 
 /// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
@@ -172,6 +174,7 @@ impl DeviceDecoder {
             rotaries: config.rotaries(kv_sizes.context.max(KNOWN_TOKENS)),
             // Fits into 32 bits, by the check above.
             padding_slot: (slots - 1) as u32,
+            faults: RouterFaults::new(),
             device: device.clone(),
             config: config.clone(),
         })
@@ -190,8 +193,16 @@ impl DeviceDecoder {
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) -> Result<()> {
-        *logits = self.logits_of(ids, spans, wanted, &self.layers)?;
+        let mut faults = RouterFaults::new();
+        let result = self.logits_of(ids, spans, wanted, &self.layers, &mut faults);
+        self.faults = faults;
+        *logits = result?;
         Ok(())
+    }
+
+    /// As [`Decoder::faults`](super::Decoder::faults).
+    pub fn faults(&self) -> &RouterFaults {
+        &self.faults
     }
 
     /// Compares the results of the first layers for a known prompt with those of a CPU in f32, which stores keys and
@@ -229,17 +240,20 @@ impl DeviceDecoder {
         let layers = &self.layers[..layers];
         let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
         let span = |first, count| Span { blocks: &blocks, first, count };
-        self.logits_of(first, &[span(0, KNOWN_TOKENS - 1)], &[], layers)?;
-        self.logits_of(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers)
+        // The logits show the faults too.
+        let mut faults = RouterFaults::new();
+        self.logits_of(first, &[span(0, KNOWN_TOKENS - 1)], &[], layers, &mut faults)?;
+        self.logits_of(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers, &mut faults)
     }
 
-    /// Computes a step with these layers. Returns the logits after the rows `wanted`.
+    /// Computes a step with these layers. Returns the logits after the rows `wanted`, and adds the rows' faults.
     fn logits_of(
         &self,
         ids: &[u32],
         spans: &[Span<'_>],
         wanted: &[usize],
         layers: &[Layer],
+        faults: &mut RouterFaults,
     ) -> Result<Vec<f32>> {
         if ids.is_empty() {
             return Ok(Vec::new());
@@ -253,14 +267,17 @@ impl DeviceDecoder {
         if embedding_scale != 1.0 {
             x = (x * f64::from(embedding_scale))?;
         }
-        for layer in layers {
+        let mut packed_faults = RouterFaults::new();
+        for (index, layer) in layers.iter().enumerate() {
             let [before, after] = &layer.norms;
             let attended = self.attention(layer, &self.norm(before.as_ref(), &x)?, &step)?;
             x = self.add(&x, attended, after.as_ref())?;
             let [before, after] = &layer.inner_norms;
-            let result = self.feed_forward(layer, &self.norm(before.as_ref(), &x)?)?;
+            let x_normed = self.norm(before.as_ref(), &x)?;
+            let result = self.feed_forward(layer, index, &x_normed, &mut packed_faults)?;
             x = self.add(&x, result, after.as_ref())?;
         }
+        faults.extend(packed_faults.into_iter().map(|(row, fault)| (packed.order[row], fault)));
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
@@ -288,16 +305,21 @@ impl DeviceDecoder {
     }
 
     /// The feed-forward sublayer. The host chooses the experts.
-    fn feed_forward(&self, layer: &Layer, x: &Tensor) -> Result<Tensor> {
+    fn feed_forward(
+        &self,
+        layer: &Layer,
+        index: usize,
+        x: &Tensor,
+        faults: &mut RouterFaults,
+    ) -> Result<Tensor> {
         let activation = self.config.activation;
         let (router, experts) = match (&layer.router, self.config.experts, &*layer.networks) {
             (Some(router), Some(experts), _) => (router, experts),
             (_, _, [network, ..]) => return network.forward(activation, x),
             (_, _, []) => unreachable!("a layer has a network"),
         };
-        let mut scores: Vec<f32> = x.matmul(&router.t()?)?.flatten_all()?.to_vec1()?;
-        let chosen: Vec<_> =
-            scores.chunks_exact_mut(experts.count).map(|scores| choose_experts(scores, experts)).collect();
+        let scores: Vec<f32> = x.matmul(&router.t()?)?.flatten_all()?.to_vec1()?;
+        let chosen = choose_experts(&scores, experts, index, faults);
         let mut sum = x.zeros_like()?;
         for (index, network) in layer.networks.iter().enumerate() {
             let (mut rows, mut weights) = (Vec::new(), Vec::new());
@@ -512,24 +534,16 @@ mod tests {
     use crate::model::ops::NumberFormat;
     use crate::model::ops::kv::KvBlocks;
 
-    const TINY: [&str; 15] = [
-        "generate-llama",
-        "generate-llama3",
-        "generate-qwen2",
-        "generate-qwen3",
-        "generate-mistral",
-        "generate-ministral3",
-        "generate-yarn",
-        "generate-gemma",
-        "generate-gemma2",
-        "generate-gemma3",
-        "generate-phi3",
-        "generate-qwen3_moe",
-        "generate-smollm3",
-        "generate-granite",
-        "generate-olmo2",
-    ];
     const BLOCKS: usize = 40;
+
+    const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures");
+
+    /// The names of the fixtures of decoders with random weights.
+    fn tiny() -> Vec<String> {
+        let entries = std::fs::read_dir(FIXTURES).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with("generate-")).collect()
+    }
 
     struct Case {
         spec: LoadSpec,
@@ -539,7 +553,7 @@ mod tests {
     }
 
     fn case(name: &str) -> Case {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+        let folder = Path::new(FIXTURES).join(name);
         let spec = LoadSpec::new(folder.to_str().unwrap());
         let files = ModelFiles::locate(&spec.source).unwrap();
         let config = DecoderConfig::read(&files, name).unwrap();
@@ -631,8 +645,8 @@ mod tests {
 
     #[test]
     fn logits_equal_those_of_the_host_for_any_chunks_and_batches() {
-        for name in TINY {
-            let case = case(name);
+        for name in tiny() {
+            let case = case(&name);
             let (expected, tables) = (case.expected(), case.tables());
             let mut error = 0.0_f32;
             for chunks in [WHOLE, CUT, [1; 5], [7, 5, 20, 64, 100]] {
@@ -664,8 +678,8 @@ mod tests {
 
     #[test]
     fn lower_precisions_are_close_to_f32() {
-        for name in TINY {
-            let case = case(name);
+        for name in tiny() {
+            let case = case(&name);
             let (expected, tables) = (case.expected().concat(), case.tables());
             for (dtype, numbers, tolerance) in [
                 (Dtype::F32, KvNumbers::Bf16, 0.03),

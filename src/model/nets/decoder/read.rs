@@ -201,6 +201,15 @@ fn gguf_fields(gguf: &Gguf, architecture: &Architecture) -> Result<Map<String, V
     if fields.get("sliding_window") == Some(&json!(0)) {
         fields.insert("sliding_window".to_owned(), Value::Null);
     }
+    if let (Windows::Never, Some(window)) = (architecture.windows, fields.get("sliding_window"))
+        && !window.is_null()
+    {
+        // So have OLMo 3's files, which have the name of OLMo 2.
+        let name = architecture.gguf;
+        return Err(gguf.fault(format!(
+            "{name}.attention.sliding_window is {window}, and {name} is read without windows"
+        )));
+    }
     // GGUF has no name for this: the architectures with experts that are read all divide the weights by their sum.
     fields.insert("norm_topk_prob".to_owned(), json!(true));
     let size = |key: &str| fields.get(key).and_then(Value::as_u64).unwrap_or_default();
@@ -301,7 +310,7 @@ impl RawConfig {
             rotations,
             query_growth,
             attention_scale: scale,
-            attention_cap: self.attn_logit_softcapping,
+            attention_cap: self.attn_logit_softcapping.filter(|_| architecture.caps_scores),
             logit_cap: self.final_logit_softcapping,
             embedding_scale: match architecture.scales_embeddings {
                 true => (self.hidden_size as f32).sqrt(),
@@ -578,6 +587,14 @@ mod tests {
     }
 
     #[test]
+    fn scores_are_bounded_where_the_reference_library_bounds_them() {
+        let caps = [("attn_logit_softcapping", json!(3.0)), ("final_logit_softcapping", json!(12.0))];
+        let of = |name| read(name, &caps).map(|config| (config.attention_cap, config.logit_cap)).unwrap();
+        assert_eq!(of("gemma2"), (Some(3.0), Some(12.0)));
+        assert_eq!(of("gemma3_text"), (None, Some(12.0)));
+    }
+
+    #[test]
     fn values_that_published_files_leave_out_are_those_of_the_architecture() {
         // As in google/gemma-3-4b-it.
         let mut fields = Map::new();
@@ -604,7 +621,7 @@ mod tests {
         let path = folder.path().join("m.gguf");
         let sizes = GGUF_NAMES[..REQUIRED].iter().map(|(name, _)| *name).chain(["vocab_size"]);
         let sizes: Vec<String> = sizes.map(|name| format!("llama.{name}")).collect();
-        let read = |impossible: &str| {
+        let read_with = |impossible: &str, more: &[(&str, &gguf_file::Value)]| {
             let value = |name: &String| match name.ends_with(impossible) {
                 true => gguf_file::Value::U32(u32::MAX),
                 false => gguf_file::Value::U32(4),
@@ -617,14 +634,18 @@ mod tests {
                 ("general.architecture", &architecture),
                 ("llama.attention.key_length", &gguf_file::Value::U32(2)),
             ];
-            let values = [&values[..], &others].concat();
+            let values = [&values[..], &others, more].concat();
             gguf_file::write(&mut std::fs::File::create(&path).unwrap(), &values, &[]).unwrap();
             DecoderConfig::from_gguf(&Gguf::read(&path).unwrap()).map_err(|error| error.to_string())
         };
+        let read = |impossible: &str| read_with(impossible, &[]);
         assert_eq!(read("none").unwrap().vocabulary, 4);
         for name in &sizes {
             let error = read(name).unwrap_err();
             assert!(error.ends_with("is read"), "{name}: {error}");
         }
+        let window = ("llama.attention.sliding_window", &gguf_file::Value::U32(4096));
+        let error = read_with("none", &[window]).unwrap_err();
+        assert!(error.contains("llama.attention.sliding_window is 4096"), "{error}");
     }
 }

@@ -69,7 +69,7 @@ pub static FAMILY: Family = Family {
         modules: &[],
         accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"],
-        fewer_routes: None,
+        fewer_routes: Some(routes_of),
         assumptions,
         request_files,
         check,
@@ -81,6 +81,16 @@ pub static FAMILY: Family = Family {
     },
     example: Example { model: "generate-llama", options: &[] },
 };
+
+/// The routes of a model with these files. Without a chat template it answers no chats. What is wrong with the files is
+/// found when they are loaded.
+fn routes_of(files: &ModelFiles) -> &'static [Route] {
+    routes(Vocabulary::has_chat(files).unwrap_or(true))
+}
+
+fn routes(has_chat: bool) -> &'static [Route] {
+    if has_chat { FAMILY.routes } else { &FAMILY.routes[1..] }
+}
 
 /// What a request cannot use although the model has it.
 fn assumptions(model: &Description) -> Vec<String> {
@@ -315,8 +325,7 @@ impl Processor for GenerateProcessor {
     type Output = Answer;
 
     fn routes(&self) -> &[Route] {
-        let has_chat = self.vocabulary.chat.is_some();
-        if has_chat { FAMILY.routes } else { &FAMILY.routes[1..] }
+        routes(self.vocabulary.chat.is_some())
     }
 
     fn probe(&self) -> Option<Message> {

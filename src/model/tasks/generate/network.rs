@@ -325,13 +325,21 @@ impl Generate for TextGenerator {
         let mut buffer = std::mem::take(&mut self.logits);
         let result = self.decoder.forward(&ids, &spans, &wanted, &mut buffer);
         result.map_err(|error| ForwardError::from(&error))?;
+        let faults = self.decoder.faults().clone();
         let vocab_size = buffer.len() / wanted.len().max(1);
         let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));
+        let mut first_row = 0;
         // All choices, which may fail, come before all advances. If a choice panics, no sequence has advanced yet. The
         // step is then computed again without that row, and the other rows are not fed a second time.
         let choose = |chunk: Result<Chunk, TaskError>| {
             let chunk = chunk?;
             let row_logits = if chunk.is_last { logits.next() } else { None };
+            let rows = first_row..first_row + chunk.ids.len();
+            first_row = rows.end;
+            // In a later layer the fault spreads to other rows of the sequence.
+            if let Some(fault) = faults.range(rows).map(|(_, fault)| fault).min_by_key(|fault| fault.layer) {
+                return Err(TaskError::internal(fault.to_string()));
+            }
             let chosen = self.choose(&chunk, row_logits.unwrap_or_default())?;
             Ok((chunk, chosen))
         };
