@@ -181,7 +181,7 @@ impl Weights {
 
     /// Whether the files have a tensor with this full name.
     pub fn has(&self, name: &str) -> bool {
-        self.shards.iter().any(|shard| shard.metadata.info(name).is_some())
+        self.shards.iter().any(|shard| shard.tensors.contains_key(name))
     }
 
     fn info(&self, name: &str, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
