@@ -430,7 +430,8 @@ fn norm_or_copy(norm: Option<&Vec<f32>>, rows: &[f32], eps: f32, out: &mut Vec<f
     }
 }
 
-/// The experts of each row with their weights, the likeliest first. `scores` are `[rows, experts]`. Adds a fault for each row for which none can be chosen, unless the row has one.
+/// The experts of each row with their weights, the likeliest first. `scores` are `[rows, experts]`. Adds a fault for each
+/// row for which none can be chosen, unless the row has one.
 pub(super) fn choose_experts(
     scores: &[f32],
     experts: Experts,
