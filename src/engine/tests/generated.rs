@@ -18,8 +18,8 @@ fn rig(name: &str) -> Rig {
     })
 }
 
-/// The 90 tokens with which all requests begin, and 149 that follow, drawn with a seed. It grows past the windows of all
-/// fixtures.
+/// The 90 tokens with which all requests begin, and 149 that follow, drawn with a seed. It grows past the windows of
+/// all fixtures.
 fn long_request(seed: usize) -> Value {
     let ids: Vec<usize> = (0..90).map(|index| 3 + index * 7 % 350).collect();
     json!({"prompt": [ids], "max_tokens": 149, "temperature": 0.9, "seed": seed, "logprobs": 2,

@@ -26,8 +26,8 @@ pub struct Architecture {
     pub norm_offset: f32,
     /// Whether token embeddings are multiplied by the square root of their width.
     pub scales_embeddings: bool,
-    /// Whether `attn_logit_softcapping` bounds the scores of attention. Gemma 3's files may have it too, and its networks in
-    /// transformers and llama.cpp do not use it.
+    /// Whether `attn_logit_softcapping` bounds the scores of attention. Gemma 3's files may have it too, and its networks
+    /// in transformers and llama.cpp do not use it.
     pub caps_scores: bool,
     /// The function that `config.json` calls `gelu`.
     pub gelu: Activation,

@@ -430,7 +430,8 @@ fn norm_or_copy(norm: Option<&Vec<f32>>, rows: &[f32], eps: f32, out: &mut Vec<f
     }
 }
 
-/// The experts of each row with their weights, the likeliest first. `scores` are `[rows, experts]`. Adds a fault for each row for which none can be chosen, unless the row has one.
+/// The experts of each row with their weights, the likeliest first. `scores` are `[rows, experts]`. Adds a fault for
+/// each row for which none can be chosen, unless the row has one.
 pub(super) fn choose_experts(
     scores: &[f32],
     experts: Experts,
@@ -448,8 +449,8 @@ pub(super) fn choose_experts(
     chosen.collect()
 }
 
-/// The experts of one row: the largest of the softmax of `scores`. Of equally likely experts those with lower numbers are
-/// chosen. The error is an expert whose score is NaN or infinite, with the score.
+/// The experts of one row: the largest of the softmax of `scores`. Of equally likely experts those with lower numbers
+/// are chosen. The error is an expert whose score is NaN or infinite, with the score.
 fn choose_for_row(
     scores: &[f32],
     Experts { used, is_normalised, .. }: Experts,
