@@ -2,7 +2,7 @@
 """Makes tests/fixtures: what sentence-transformers answers, for sconce to be held against.
 
 Run with: python scripts/make-fixtures.py   (needs sentence-transformers; made with 6.2.0,
-transformers 5.23.0). With names after it, of those in LATER, it makes these alone.
+transformers 5.23.0; the later ones with 5.24.0). With names after it, of those in LATER, it makes these alone.
 
 - minilm/expected.json: texts and vectors of the real all-MiniLM-L6-v2 (models/ must hold it).
 - tiny-*/: a small model with seeded random weights for each architecture and pooling, saved as
@@ -23,7 +23,7 @@ import sys
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Normalize, Pooling, Transformer
+from sentence_transformers.models import Dense, Dropout, LayerNorm, Normalize, Pooling, Transformer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig, ElectraModel,
@@ -440,11 +440,73 @@ def torch_files():
         print(path.relative_to(FIXTURES), path.stat().st_size)
 
 
+def with_head(name, tokenizer, modules, prompts=None):
+    """A small BERT with these modules after it, as sentence-transformers saves them."""
+    folder = FIXTURES / f"tiny-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    raw = FIXTURES / f"raw-{name}"
+    config = BertConfig(
+        **shape(tokenizer, max_position_embeddings=64, type_vocab_size=2) | dict(num_hidden_layers=1))
+    randomise(BertModel(config, add_pooling_layer=False)).save_pretrained(raw)
+    tokenizer.save_pretrained(raw)
+    transformer = Transformer(str(raw), max_seq_length=32)
+    model = SentenceTransformer(modules=[transformer] + [randomise(it) for it in modules], device="cpu", **(prompts or {}))
+    model.save(str(folder), create_model_card=False)
+    shutil.rmtree(raw)
+    return folder
+
+
+def legacy_types(folder):
+    """Names the modules as sentence-transformers 2 to 4 did."""
+    modules = json.loads((folder / "modules.json").read_text())
+    for module in modules:
+        module["type"] = f"sentence_transformers.models.{module['type'].rsplit('.', 1)[1]}"
+    (folder / "modules.json").write_text(json.dumps(modules, indent=1))
+
+
+def heads():
+    torch.manual_seed(25)
+    # All modes together, and a prompt that is not pooled, which is the default.
+    modes = ["weightedmean", "cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens"]
+    folder = with_head("unpooled-prompt", wordpiece(300), [Pooling(32, pooling_mode=modes, include_prompt=False)], {
+        "prompts": {"query": "query: the tide ", "passage": "passage: "}, "default_prompt_name": "query"})
+    finish(folder)
+    write_prompted(folder)
+    # As decoders have it: the tokenizer adds only a token at the end, which gives the vector. The beginnings of long
+    # texts are cut.
+    tokenizer = wordpiece(300)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A [SEP]", pair="$A [SEP] $B:1 [SEP]:1", special_tokens=[("[SEP]", 3)])
+    folder = with_head("last-token", tokenizer, [Pooling(32, pooling_mode="lasttoken"), Normalize()])
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"truncation_side": "left", "padding_side": "left"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    finish(folder)
+    # As EmbeddingGemma.
+    finish(with_head("dense", wordpiece(300), [
+        Pooling(32, pooling_mode="mean"), Dense(32, 48, bias=False, activation_function=torch.nn.Identity()),
+        Dense(48, 24, bias=False, activation_function=torch.nn.Identity()), Normalize()]))
+    # As LaBSE.
+    folder = with_head("dense-tanh", wordpiece(300), [Pooling(32, pooling_mode="cls"), Dense(32, 32), Normalize()])
+    legacy_types(folder)
+    finish(folder)
+    # The flags of older files, and the other modules.
+    folder = with_head("layer-norm", wordpiece(300), [
+        Pooling(32, pooling_mode=["max", "weightedmean"]), Normalize(), LayerNorm(64), Dropout(0.5),
+        Dense(64, 20, activation_function=torch.nn.GELU())])
+    flags = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False,
+             "pooling_mode_max_tokens": True, "pooling_mode_mean_sqrt_len_tokens": False,
+             "pooling_mode_weightedmean_tokens": True, "pooling_mode_lasttoken": False, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags, indent=1))
+    finish(folder)
+
+
 LATER = {
     "mpnet": mpnet,
     "nomic": nomic,
     "modernbert": modernbert,
     "prompts": prompts,
+    "heads": heads,
     "torch": torch_files,
     "electra": electra,
     "t5": lambda: t5("t5", 26, "relu"),

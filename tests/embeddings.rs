@@ -125,6 +125,11 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
         "tiny-t5",
         "tiny-t5-gated",
         "tiny-prompts",
+        "tiny-unpooled-prompt",
+        "tiny-last-token",
+        "tiny-dense",
+        "tiny-dense-tanh",
+        "tiny-layer-norm",
     ] {
         assert_equals_fixture(&mut load(&fixture(name)), name);
     }
@@ -160,7 +165,7 @@ fn weights_of_pytorch_give_the_same_vectors_as_safetensors() {
 
 #[test]
 fn a_prompt_is_put_before_each_text_by_request_or_by_the_pools_setting() {
-    for name in ["tiny-prompts", "tiny-nomic"] {
+    for name in ["tiny-prompts", "tiny-nomic", "tiny-unpooled-prompt"] {
         let mut model = load(&fixture(name));
         let file = std::fs::read(fixture(name).join("prompted.json")).expect("a fixture");
         let rows: Vec<Value> = serde_json::from_slice(&file).expect("a list");
@@ -366,12 +371,22 @@ fn copy(name: &str) -> tempfile::TempDir {
         "config.json",
         "tokenizer.json",
         "tokenizer_config.json",
+        "sentence_bert_config.json",
         "modules.json",
         "1_Pooling/config.json",
         "model.safetensors",
     ] {
         std::fs::copy(fixture(name).join(file), folder.path().join(file)).expect("a copy");
     }
+    folder
+}
+
+/// A copy of all files of a fixture, to be damaged.
+fn copy_whole(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut cp = std::process::Command::new("cp");
+    let copied = cp.arg("-r").arg(fixture(name).join(".")).arg(folder.path()).status();
+    assert!(copied.expect("cp").success());
     folder
 }
 
@@ -427,7 +442,23 @@ fn what_is_not_computed_here_is_refused_by_name() {
         ("config.json", "\"bert\"", "\"electra\"", "electra"),
         ("config.json", "\"gelu_new\"", "\"silu\"", "silu"),
         ("modules.json", "pooling.Pooling", "dense.Dense", "Dense"),
-        ("1_Pooling/config.json", "\"max\"", "\"lasttoken\"", "lasttoken"),
+        (
+            "modules.json",
+            "pooling.Pooling",
+            "weighted_layer_pooling.WeightedLayerPooling",
+            "WeightedLayerPooling",
+        ),
+        ("modules.json", "sentence_transformers.base", "custom_st.base", "custom_st.base.modules"),
+        ("modules.json", "1_Pooling", "../1_Pooling", "outside of the model"),
+        ("1_Pooling/config.json", "\"max\"", "\"middle\"", "\"middle\""),
+        (
+            "1_Pooling/config.json",
+            "\"max\"",
+            "[\"cls\",\"cls\",\"cls\",\"cls\",\"cls\",\"cls\",\"cls\",\"cls\",\"cls\"]",
+            "9 modes",
+        ),
+        ("sentence_bert_config.json", "last_hidden_state", "pooler_output", "pooler_output"),
+        ("sentence_bert_config.json", "feature-extraction", "fill-mask", "fill-mask"),
     ];
     for (file, from, to, named) in cases {
         let folder = copy("tiny-bert-max");
@@ -436,6 +467,102 @@ fn what_is_not_computed_here_is_refused_by_name() {
         assert!(matches!(error, LoadError::Unsupported { .. }), "{error}");
         assert!(error.to_string().contains(named), "{error}");
     }
+}
+
+#[test]
+fn modules_after_the_pooling_are_read_and_checked_by_name() {
+    let cases = [
+        (
+            "2_Dense/config.json",
+            "\"in_features\": 32",
+            "\"in_features\": 31",
+            "the vectors before it have 32 numbers",
+        ),
+        (
+            "2_Dense/config.json",
+            "\"out_features\": 48",
+            "\"out_features\": 0",
+            "out_features of the Dense module is 0",
+        ),
+        ("2_Dense/config.json", "\"out_features\": 48", "\"out_features\": 65537", "is 65537; 1 to 65536"),
+        ("2_Dense/config.json", "\"out_features\": 48", "\"out_features\": 47", "[48, 32]"),
+        ("2_Dense/config.json", "\"bias\": false", "\"bias\": true", "linear.bias is missing"),
+        (
+            "2_Dense/config.json",
+            "linear.Identity",
+            "activation.Softplus",
+            "torch.nn.modules.activation.Softplus",
+        ),
+        ("2_Dense/config.json", "torch.nn", "os", "os.modules.linear.Identity"),
+        ("2_Dense/config.json", "\"bias\": false", "\"use_residual\": true", "use_residual"),
+        ("2_Dense/config.json", "\"sentence_embedding\"", "\"token_embeddings\"", "token_embeddings"),
+        ("modules.json", "normalize.Normalize", "pooling.Pooling", "lists"),
+        ("modules.json", "3_Dense", "9_Dense", "9_Dense"),
+    ];
+    for (file, from, to, named) in cases {
+        let folder = copy_whole("tiny-dense");
+        edit(&folder, file, from, to);
+        let error = load_error(&folder).to_string();
+        assert!(error.contains(named), "{file}, {to}: {error}");
+    }
+    let folder = copy_whole("tiny-dense");
+    let path = folder.path().join("3_Dense/model.safetensors");
+    let mut bytes = std::fs::read(&path).expect("weights");
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&path, bytes).expect("written");
+    let error = load_error(&folder).to_string();
+    assert!(error.contains("3_Dense/model.safetensors") && error.contains("linear.weight"), "{error}");
+}
+
+#[test]
+fn a_dense_module_decides_the_width_and_only_a_last_normalize_applies_to_fewer_dimensions() {
+    let lengths = |name: &str| {
+        let mut model = load(&fixture(name));
+        let mut length = |body: Value| {
+            let vector = vector(&answer(&mut model, &body), 0);
+            (vector.len(), vector.iter().map(|x| x * x).sum::<f64>().sqrt())
+        };
+        let body = |dimensions: usize| json!({"input": "hello", "dimensions": dimensions});
+        let (whole, cut) = (length(json!({"input": "hello"})), length(body(5)));
+        (whole, cut, refusal(&model, &body(whole.0 + 1)).message)
+    };
+    let (whole, cut, message) = lengths("tiny-dense");
+    assert_eq!((whole.0, cut.0), (24, 5));
+    assert!((whole.1 - 1.0).abs() < 1e-5 && (cut.1 - 1.0).abs() < 1e-5, "{whole:?} {cut:?}");
+    assert_eq!(message, "dimensions is 25; this model gives 24 numbers");
+    let (whole, cut, _) = lengths("tiny-layer-norm");
+    assert_eq!((whole.0, cut.0), (20, 5));
+    assert!(cut.1 < whole.1 && (cut.1 - 1.0).abs() > 1e-3, "{whole:?} {cut:?}");
+}
+
+#[test]
+fn the_digest_covers_the_weights_of_modules() {
+    let digest = |folder: &Path| {
+        sconce::model::registry::digest(folder.to_str().expect("UTF-8"), None).expect("a digest")
+    };
+    let folder = copy_whole("tiny-dense");
+    assert_eq!(digest(folder.path()), digest(&fixture("tiny-dense")));
+    let path = folder.path().join("2_Dense/model.safetensors");
+    let mut bytes = std::fs::read(&path).expect("weights");
+    *bytes.last_mut().expect("bytes") ^= 1;
+    std::fs::write(&path, bytes).expect("written");
+    assert_ne!(digest(folder.path()), digest(&fixture("tiny-dense")));
+}
+
+#[test]
+fn a_text_that_leaves_no_token_beside_the_prompt_is_refused() {
+    let folder = copy_whole("tiny-unpooled-prompt");
+    // The tokenizer adds no token after the text.
+    let path = folder.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+    tokenizer["post_processor"] = Value::Null;
+    std::fs::write(&path, tokenizer.to_string()).expect("written");
+    let model = load(folder.path());
+    let error = refusal(&model, &json!({"input": ["a", ""], "prompt_name": "query"}));
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("input[1]")));
+    assert!(error.message.contains("no token is left for the vector"), "{error}");
+    assert!(preprocess(&model.0, &json!({"input": ["a", "b"], "prompt_name": "document"})).is_ok());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use libloading::Library;
 use sconce::model::ops::Activation;
 use sconce::model::ops::gpu::{self, Argument, ElementType, Heads, Launch, Matrix, Norm, Plan, Pointer};
-use sconce::model::ops::pooling::{Mode, Pooling};
+use sconce::model::ops::pooling::{MAX_MODES, Mode, Pooling};
 
 const ALL: [ElementType; 3] = [ElementType::F32, ElementType::F16, ElementType::Bf16];
 
@@ -261,7 +261,18 @@ fn activations_are_those_of_the_formula_and_lose_no_nan() {
 #[test]
 fn pooling_on_the_device_is_pooling_on_the_host() {
     let (lengths, width) = ([5usize, 1, 40], 260);
-    let modes = vec![Mode::Mean, Mode::Cls, Mode::Max, Mode::MeanSqrtLen];
+    let skips = [2usize, 0, 17];
+    let modes = vec![
+        Mode::Mean,
+        Mode::Cls,
+        Mode::LastToken,
+        Mode::Max,
+        Mode::MeanSqrtLen,
+        Mode::WeightedMean,
+        Mode::Cls,
+        Mode::Mean,
+    ];
+    assert_eq!(modes.len(), MAX_MODES);
     let pooling = Pooling { modes: modes.clone(), normalize: false };
     for element_type in ALL {
         let rows: usize = lengths.iter().sum();
@@ -269,20 +280,21 @@ fn pooling_on_the_device_is_pooling_on_the_host() {
         x[3 * width + 7] = f32::NAN;
         let mut rest = &*x;
         let mut right = Vec::new();
-        for length in lengths {
+        for (length, skip) in lengths.into_iter().zip(skips) {
             let (text, others) = rest.split_at(length * width);
-            right.extend(pooling.pool(text, width));
+            right.extend(pooling.pool(text, width, skip));
             rest = others;
         }
         let ids: Vec<u32> = (0..rows as u32).collect();
         let plan = Plan::new(&ids, &ids, &lengths, 16);
         let (on_device, planned) = (Memory::of(element_type, &x), Memory::of_words(&plan.words));
+        let skips = Memory::of_words(&skips.map(|skip| skip as u32));
         let out = Memory::of(ElementType::F32, &vec![0.0; lengths.len() * modes.len() * width]);
         let starts = planned.at() + 4 * plan.starts() as Pointer;
         run(&gpu::pool(
             out.at(),
             matrix(&on_device, element_type, rows, width),
-            starts,
+            [starts, skips.at()],
             plan.texts as u32,
             &modes,
         ));

@@ -2,6 +2,7 @@
 //! make a task for it. Each family defines one [`Family`] beside its code in `tasks`; `registry` lists them. Decides
 //! whether a family serves a model, and reads options. Reads no weights.
 
+use std::fmt;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -154,10 +155,50 @@ impl Module {
     pub fn kind(&self) -> &str {
         self.class.rsplit('.').next().unwrap_or_default()
     }
+
+    /// The name of its class with its path.
+    pub fn class(&self) -> &str {
+        &self.class
+    }
+
+    /// Whether its code is sentence-transformers' own. Otherwise the code is in the model's files, or in another library.
+    pub fn is_of_library(&self) -> bool {
+        self.class.starts_with("sentence_transformers.")
+    }
+
+    /// Says that the network's files are not where they are read.
+    pub fn in_folder(&self) -> String {
+        let (kind, path) = (self.kind(), &self.path);
+        format!(
+            "the {kind} module is in {path:?}, and its files are read from the top of the model: move them there, and set \
+             this module's path in {MODULES} to \"\""
+        )
+    }
 }
 
 /// The module that makes a model one for embeddings.
 pub const POOLING: &str = "Pooling";
+
+/// The modules that only one kind of model has.
+const DECIDING_MODULES: [&str; 4] = [POOLING, "LogitScore", "SpladePooling", "MultiVectorMask"];
+
+/// What the files of sentence-transformers say that a model is.
+#[derive(Clone, Copy, Debug)]
+pub enum Named<'a> {
+    /// The kind of model in `config_sentence_transformers.json`.
+    Library(&'a str),
+    /// A module in `modules.json`.
+    Module(&'a str),
+}
+
+impl fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Library(kind) => write!(f, "{LIBRARY_CONFIG} says that it is a {kind}"),
+            Self::Module(kind) => write!(f, "{MODULES} has a {kind} module"),
+        }
+    }
+}
 
 impl Description {
     /// Reads the description of the model from its `files`.
@@ -190,10 +231,16 @@ impl Description {
                 ..describe(Format::Config, "model_type", fields)
             });
         }
-        match files.json("model_index.json")? {
-            Some(fields) => Ok(describe(Format::Pipeline, "_class_name", fields)),
-            None => Ok(describe(Format::Config, "model_type", files.required_json("config.json")?)),
+        if let Some(fields) = files.json("model_index.json")? {
+            return Ok(describe(Format::Pipeline, "_class_name", fields));
         }
+        if let Some(path) = files.optional(MODULES)? {
+            let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
+            if let Some(module) = modules.first().filter(|module| !module.path.is_empty()) {
+                return Err(LoadError::File { path, reason: module.in_folder() });
+            }
+        }
+        Ok(describe(Format::Config, "model_type", files.required_json("config.json")?))
     }
 }
 
@@ -204,14 +251,19 @@ impl Description {
         classes.into_iter().flatten().filter_map(Value::as_str)
     }
 
-    /// Whether the model has this module of sentence-transformers.
-    pub fn has_module(&self, wanted: &str) -> bool {
-        self.modules.iter().any(|kind| kind == wanted)
+    /// Whether the model's own files say how its embeddings are made.
+    pub fn has_pooling(&self) -> bool {
+        self.modules.iter().any(|kind| kind == POOLING)
     }
 
-    /// Whether the model's own files make it one for embeddings.
-    pub fn has_pooling(&self) -> bool {
-        self.has_module(POOLING)
+    /// What the files of sentence-transformers say that the model is: the kind of model that they name, else the last
+    /// module that only one kind of model has.
+    pub fn named(&self) -> Option<Named<'_>> {
+        let last = || self.modules.iter().rev().find(|kind| DECIDING_MODULES.contains(&&***kind));
+        match &self.library {
+            Some(library) => Some(Named::Library(library)),
+            None => last().map(|kind| Named::Module(kind)),
+        }
     }
 }
 
@@ -230,17 +282,11 @@ impl FileRules {
         self.architectures(model.format).contains(&&*model.architecture) && (self.accepts)(model)
     }
 
-    /// Whether the files of sentence-transformers make a model one of the family's. None if they do not say what it is.
-    pub fn is_named(&self, model: &Description, all: &[&Self]) -> Option<bool> {
-        let by_library =
-            |rules: &Self| rules.libraries.iter().any(|name| model.library.as_deref() == Some(name));
-        let by_modules = |rules: &Self| rules.modules.iter().any(|kind| model.has_module(kind));
-        if all.iter().copied().any(by_library) {
-            Some(by_library(self))
-        } else if all.iter().copied().any(by_modules) {
-            Some(by_modules(self))
-        } else {
-            None
+    /// Whether the family serves what the files of sentence-transformers say that a model is.
+    pub fn is_named(&self, named: Named<'_>) -> bool {
+        match named {
+            Named::Library(kind) => self.libraries.contains(&kind),
+            Named::Module(kind) => self.modules.contains(&kind),
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use super::family::{Description, Family, FileRules, Format, LIBRARY_CONFIG, MODULES};
+use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
 use super::tasks::{caption, image_generation, text_image};
@@ -144,8 +144,9 @@ pub fn assumptions(source: &str, task: Option<&str>) -> Result<Vec<String>, Load
     Ok(served.rules().map_or_else(Vec::new, |rules| (rules.assumptions)(&model)))
 }
 
-/// Decides which family serves a model: the one that `task` names, else the one of the modules of sentence-transformers,
-/// else the first that uses the head of the model's weights.
+/// Decides which family serves a model: the one that `task` names, else the first one of the kind that the files of
+/// sentence-transformers name, else the first that uses the head of the model's weights. A kind that no family serves is
+/// not guessed from the weights.
 fn find_family(
     source: &str,
     files: &ModelFiles,
@@ -159,24 +160,21 @@ fn find_family(
     if serving.is_empty() {
         return Err(refused(unserved(model)));
     }
-    // The files of sentence-transformers may name a kind that is not served for this architecture.
-    let all: Vec<(&Family, &FileRules)> = families_of_files().collect();
-    let all_rules: Vec<&FileRules> = all.iter().map(|(_, rules)| *rules).collect();
-    let is_wanted = |(family, rules): &(&'static Family, &FileRules)| match task {
-        Some(task) => family.name == task,
-        None => rules.is_named(model, &all_rules).unwrap_or_else(|| rules.uses_head(model)),
+    let named = model.named();
+    let is_wanted = |(family, rules): &(&'static Family, &FileRules)| match (task, named) {
+        (Some(task), _) => family.name == task,
+        (None, Some(named)) => rules.is_named(named),
+        (None, None) => rules.uses_head(model),
     };
     let (family, rules) = serving.iter().copied().find(is_wanted).ok_or_else(|| {
         let names: Vec<&str> = serving.iter().map(|(family, _)| family.name).collect();
         let (names, class) = (names.join(", "), model.classes().next().unwrap_or_default());
-        let named = all.iter().find(|(_, rules)| rules.is_named(model, &all_rules) == Some(true));
         refused(match (task, named) {
             (Some(task), _) => format!(
                 "{architecture:?} with these weights is not served for the task {task:?}, but for {names}"
             ),
-            (None, Some((named, _))) => format!(
-                "{MODULES} or {LIBRARY_CONFIG} makes it a model for the task {:?}, and {architecture:?} is not served \
-                 for it; pool.task may be {names}", named.name
+            (None, Some(named)) => format!(
+                "{named}, and {architecture:?} with these weights is not served for that; pool.task may be {names}"
             ),
             (None, None) => format!(
                 "the head of {class} is not served, and its weights would be ignored; without it pool.task may be {names}"

@@ -115,8 +115,157 @@ fn modules_decide_before_architectures_and_a_task_before_both() {
     assert!(error.contains("\"embed_sparse\""), "{error}");
     let embedder = config("qwen3", "Qwen3ForCausalLM");
     let error = assumed(&embedder, Some(POOLED), None).unwrap_err();
-    assert!(error.contains("the task \"embed\"") && error.contains("pool.task may be generate"), "{error}");
+    assert!(
+        error.contains("modules.json has a Pooling module, and \"qwen3\"")
+            && error.contains("pool.task may be generate"),
+        "{error}"
+    );
     assert_eq!(assumed(&embedder, Some(POOLED), Some("generate")), Ok(("generate", Vec::new())));
+}
+
+/// The family of a folder with these files.
+fn family_of(files: &[(&str, &str)], task: Option<&str>) -> Result<&'static str, String> {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, content) in files {
+        std::fs::write(folder.path().join(name), content).unwrap();
+    }
+    let served = served(folder.path().to_str().unwrap(), task).map_err(|error| error.to_string())?;
+    Ok(served.family.name)
+}
+
+/// `modules.json` with a Transformer, and these modules after it.
+fn modules(kinds: &[&str]) -> String {
+    let module = |kind: &str| {
+        let path = if kind == "Transformer" { String::new() } else { format!("1_{kind}") };
+        serde_json::json!({"type": format!("sentence_transformers.models.{kind}"), "path": path})
+    };
+    let all: Vec<_> = ["Transformer"].iter().chain(kinds).map(|kind| module(kind)).collect();
+    serde_json::json!(all).to_string()
+}
+
+/// `config.json` of this class, with one label if it is a classifier's.
+fn config(kind: &str, class: &str) -> String {
+    serde_json::json!({"model_type": kind, "architectures": [class], "id2label": {"0": "LABEL_0"}})
+        .to_string()
+}
+
+#[test]
+fn the_kind_that_sentence_transformers_names_decides_before_its_modules() {
+    let scores = config("bert", "BertForSequenceClassification");
+    let library = |kind: &str| format!(r#"{{"model_type":"{kind}"}}"#);
+    let family = |library: &str, kinds: &[&str], config: &str, task: Option<&str>| {
+        let modules = modules(kinds);
+        let files = [
+            ("config_sentence_transformers.json", library),
+            ("modules.json", &*modules),
+            ("config.json", config),
+        ];
+        family_of(&files, task)
+    };
+    // A cross-encoder's modules may be a Transformer alone.
+    assert_eq!(family(&library("CrossEncoder"), &[], &scores, None), Ok("rerank"));
+    assert_eq!(family(&library("CrossEncoder"), &["Pooling"], &scores, None), Ok("rerank"));
+    let two = r#"{"model_type":"bert","architectures":["BertForSequenceClassification"]}"#;
+    assert_eq!(family(&library("CrossEncoder"), &[], two, None), Ok("classify"));
+    assert_eq!(family(&library("SentenceTransformer"), &[], &scores, None), Ok("embed"));
+    assert_eq!(family(&library("CrossEncoder"), &[], &scores, Some("embed")), Ok("embed"));
+    // Older files name no kind.
+    assert_eq!(family("{}", &["Pooling", "Normalize"], &scores, None), Ok("embed"));
+    assert_eq!(family("{}", &["LogitScore"], &scores, None), Ok("rerank"));
+    assert_eq!(family("{}", &["Pooling", "LogitScore"], &scores, None), Ok("rerank"), "the last one decides");
+    assert_eq!(family("{}", &[], &scores, None), Ok("rerank"));
+    // What is not served is not guessed from the weights.
+    let plain = config("bert", "BertModel");
+    let error = family(&library("MultiVectorEncoder"), &["Dense"], &plain, None).unwrap_err();
+    assert!(
+        error.contains("config_sentence_transformers.json says that it is a MultiVectorEncoder")
+            && error.contains("pool.task may be embed"),
+        "{error}"
+    );
+    let error = family("{}", &["Dense", "Normalize", "MultiVectorMask"], &plain, None).unwrap_err();
+    assert!(error.contains("modules.json has a MultiVectorMask module"), "{error}");
+    let error = family(&library("CrossEncoder"), &[], &plain, None).unwrap_err();
+    assert!(error.contains("is a CrossEncoder, and \"bert\" with these weights is not served"), "{error}");
+}
+
+#[test]
+fn a_transformer_in_a_folder_is_refused_with_what_to_do() {
+    let modules = r#"[{"type":"sentence_transformers.models.Transformer","path":"0_Transformer"},
+        {"type":"sentence_transformers.models.Pooling","path":"1_Pooling"}]"#;
+    let error = family_of(&[("modules.json", modules)], None).unwrap_err();
+    assert!(error.contains("\"0_Transformer\"") && error.contains("move them there"), "{error}");
+}
+
+/// The classes and modules of the models that `docs/models.md` says load, as their files have them.
+#[test]
+fn published_models_are_served_for_the_task_in_the_docs() {
+    let normalised: Option<&[&str]> = Some(&["Pooling", "Normalize"]);
+    let pooled: Option<&[&str]> = Some(&["Pooling"]);
+    let embedders = [
+        ("sentence-transformers/all-MiniLM-L6-v2", "bert", "BertModel", normalised),
+        ("sentence-transformers/all-MiniLM-L12-v2", "bert", "BertModel", normalised),
+        ("sentence-transformers/all-mpnet-base-v2", "mpnet", "MPNetForMaskedLM", normalised),
+        ("sentence-transformers/multi-qa-mpnet-base-dot-v1", "mpnet", "MPNetForMaskedLM", pooled),
+        ("sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2", "bert", "BertModel", pooled),
+        ("BAAI/bge-small-en-v1.5", "bert", "BertModel", normalised),
+        ("BAAI/bge-m3", "xlm-roberta", "XLMRobertaModel", normalised),
+        ("intfloat/e5-base-v2", "bert", "BertModel", normalised),
+        ("intfloat/multilingual-e5-base", "xlm-roberta", "XLMRobertaModel", normalised),
+        ("thenlper/gte-base", "bert", "BertModel", normalised),
+        ("nomic-ai/nomic-embed-text-v1.5", "nomic_bert", "NomicBertModel", pooled),
+        ("Snowflake/snowflake-arctic-embed-m", "bert", "BertModel", normalised),
+        ("nomic-ai/modernbert-embed-base", "modernbert", "ModernBertModel", normalised),
+        ("sentence-transformers/LaBSE", "bert", "BertModel", Some(&["Pooling", "Dense", "Normalize"])),
+    ];
+    for (model, kind, class, kinds) in embedders {
+        let modules = modules(kinds.unwrap());
+        assert_eq!(assumed(&config(kind, class), Some(&modules), None), Ok(("embed", Vec::new())), "{model}");
+    }
+    let scorers = [
+        ("cross-encoder/ms-marco-MiniLM-L6-v2", "bert", "BertForSequenceClassification"),
+        ("BAAI/bge-reranker-base", "xlm-roberta", "XLMRobertaForSequenceClassification"),
+    ];
+    for (model, kind, class) in scorers {
+        assert_eq!(assumed(&config(kind, class), None, None), Ok(("rerank", Vec::new())), "{model}");
+    }
+    let generators = [
+        ("mistral", "MistralForCausalLM"),
+        ("ministral3", "Ministral3ForCausalLM"),
+        ("gemma", "GemmaForCausalLM"),
+        ("gemma2", "Gemma2ForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("phi3", "Phi3ForCausalLM"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("smollm3", "SmolLM3ForCausalLM"),
+        ("granite", "GraniteForCausalLM"),
+        ("olmo2", "Olmo2ForCausalLM"),
+        ("llama", "LlamaForCausalLM"),
+        ("qwen2", "Qwen2ForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
+    ];
+    for (kind, class) in generators {
+        assert_eq!(assumed(&config(kind, class), None, None), Ok(("generate", Vec::new())), "{class}");
+    }
+    let others = [
+        ("vit", "ViTForImageClassification", "classify"),
+        ("whisper", "WhisperForConditionalGeneration", "transcribe"),
+    ];
+    for (kind, class, task) in others {
+        assert_eq!(assumed(&config(kind, class), None, None).unwrap().0, task, "{class}");
+    }
+    #[cfg(feature = "candle-transformers")]
+    {
+        let others = [
+            ("clip", "CLIPModel", "text-image"),
+            ("siglip", "SiglipModel", "text-image"),
+            ("blip", "BlipForConditionalGeneration", "caption"),
+        ];
+        for (kind, class, task) in others {
+            assert_eq!(assumed(&config(kind, class), None, None).unwrap().0, task, "{class}");
+        }
+        let pipeline = r#"{"_class_name":"StableDiffusionPipeline"}"#;
+        assert_eq!(family_of(&[("model_index.json", pipeline)], None), Ok("image-generation"));
+    }
 }
 
 #[test]
@@ -141,6 +290,13 @@ fn a_head_whose_weights_would_be_ignored_is_refused_unless_the_task_asks_for_it(
 
 #[test]
 fn what_the_files_do_not_tell_is_said_in_a_sentence_each() {
+    let scores = config("bert", "BertForSequenceClassification");
+    let (family, assumptions) = assumed(&scores, Some(&modules(&[])), Some("embed")).unwrap();
+    assert_eq!(
+        (family, assumptions.len()),
+        ("embed", 2),
+        "the mean, and the head is not used: {assumptions:?}"
+    );
     let plain = r#"{"model_type":"bert","architectures":["BertModel"]}"#;
     let (_, assumptions) = assumed(plain, None, None).unwrap();
     assert!(

@@ -49,7 +49,7 @@ impl TextEncoder {
         let config = NetworkConfig::read(&files, &spec.source)?;
         let limits = SentenceSettings::limits(&files)?;
         let width = pooling.as_ref().map_or(config.hidden, |pooling| pooling.width(config.hidden));
-        let output = pooling.map_or(Output::Tokens, Output::Pooled);
+        let output = pooling.map_or(Output::Tokens, |pooling| Output::Pooled(pooling.into()));
         let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
@@ -113,7 +113,7 @@ mod tests {
             assert_eq!(alone, vector, "{} tokens", input.ids.len());
             let tokens = of_tokens.network.forward(&[*input]).unwrap().remove(0).unwrap();
             assert_eq!(tokens.len(), input.ids.len() * of_tokens.width);
-            assert_eq!(pooling.pool(&tokens, of_tokens.width), vector);
+            assert_eq!(pooling.pool(&tokens, of_tokens.width, 0), vector);
         }
     }
 

@@ -1,22 +1,30 @@
 //! Pooling: makes one vector out of a text's token vectors, in f32 on the CPU. Owns no state.
 
-/// One way to pool.
+/// One way to pool. "Token" means a token that is not skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The first token's vector.
     Cls,
+    /// The last token's vector.
+    LastToken,
     /// The maximum of each component.
     Max,
     /// The mean of each component.
     Mean,
     /// The sum of each component, divided by the square root of the number of tokens.
     MeanSqrtLen,
+    /// The mean of each component, in which a token weighs as much as its position: the text's first token 1, its second
+    /// one 2. Skipped tokens count for the positions of those after them.
+    WeightedMean,
 }
+
+/// The most modes of a [`Pooling`]. A kernel on a GPU gets them in one word of four bits each.
+pub const MAX_MODES: usize = 8;
 
 /// How a text's vector is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pooling {
-    /// The results of these modes are concatenated in this order. At least one.
+    /// The results of these modes are concatenated in this order. At least one, and at most [`MAX_MODES`].
     pub modes: Vec<Mode>,
     /// Whether the vector is scaled to length 1.
     pub normalize: bool,
@@ -28,11 +36,12 @@ impl Pooling {
         self.modes.len() * hidden
     }
 
-    /// Pools the token vectors `rows` `[tokens, hidden]` of one text with at least one token.
-    pub fn pool(&self, rows: &[f32], hidden: usize) -> Vec<f32> {
+    /// Pools the token vectors `rows` `[tokens, hidden]` of one text, without the first `skip` of them. At least one must
+    /// remain.
+    pub fn pool(&self, rows: &[f32], hidden: usize, skip: usize) -> Vec<f32> {
         let mut vector = Vec::with_capacity(self.width(hidden));
         for mode in &self.modes {
-            vector.extend(pooled(*mode, rows, hidden));
+            vector.extend(pooled(*mode, &rows[skip * hidden..], hidden, skip));
         }
         if self.normalize {
             normalize(&mut vector);
@@ -41,8 +50,8 @@ impl Pooling {
     }
 }
 
-/// The result of one mode, before normalization.
-fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
+/// The result of one mode, before normalization, from the rows of a text after its first `skip` tokens.
+fn pooled(mode: Mode, rows: &[f32], hidden: usize, skip: usize) -> Vec<f32> {
     let (first, rest) = rows.split_at(hidden);
     let mut vector = first.to_vec();
     let fold_rows = |vector: &mut Vec<f32>, join: fn(f32, f32) -> f32| {
@@ -53,15 +62,26 @@ fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
     let tokens = (rows.len() / hidden) as f32;
     let divisor = match mode {
         Mode::Cls => return vector,
+        Mode::LastToken => return rows[rows.len() - hidden..].to_vec(),
         Mode::Max => {
             // `f32::max` would drop NaN, and a wrong result would look right.
             fold_rows(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
             return vector;
         }
-        Mode::Mean => tokens,
-        Mode::MeanSqrtLen => tokens.sqrt(),
+        Mode::WeightedMean => {
+            vector.fill(0.0);
+            let mut weights = 0.0;
+            for (weight, row) in (skip + 1..).map(|position| position as f32).zip(rows.chunks_exact(hidden)) {
+                weights += weight;
+                vector.iter_mut().zip(row).for_each(|(x, y)| *x += weight * y);
+            }
+            weights
+        }
+        Mode::Mean | Mode::MeanSqrtLen => {
+            fold_rows(&mut vector, |x, y| x + y);
+            if mode == Mode::Mean { tokens } else { tokens.sqrt() }
+        }
     };
-    fold_rows(&mut vector, |x, y| x + y);
     vector.iter_mut().for_each(|x| *x /= divisor);
     vector
 }
@@ -77,28 +97,41 @@ pub fn normalize(vector: &mut [f32]) {
 mod tests {
     use super::*;
 
+    const ALL: [Mode; 6] =
+        [Mode::Cls, Mode::LastToken, Mode::Max, Mode::Mean, Mode::MeanSqrtLen, Mode::WeightedMean];
+
     #[test]
     fn modes_are_concatenated_in_order() {
-        let modes = vec![Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen];
-        let pooling = Pooling { modes, normalize: false };
+        let pooling = Pooling { modes: ALL.to_vec(), normalize: false };
         let rows = [1.0, -1.0, 3.0, -3.0, 2.0, -5.0, 4.0, 1.0];
-        let expected = [1.0, -1.0, 4.0, 1.0, 2.5, -2.0, 5.0, -4.0];
-        assert_eq!(pooling.pool(&rows, 2), expected);
-        assert_eq!(pooling.width(2), 8);
+        let expected = [1.0, -1.0, 4.0, 1.0, 4.0, 1.0, 2.5, -2.0, 5.0, -4.0, 2.9, -1.8];
+        assert_eq!(pooling.pool(&rows, 2, 0), expected);
+        assert_eq!(pooling.width(2), 12);
+    }
+
+    #[test]
+    fn skipped_tokens_count_only_for_the_positions_of_the_others() {
+        let pooling = Pooling { modes: ALL.to_vec(), normalize: false };
+        let rows = [f32::NAN, f32::INFINITY, 8.0, 2.0, 1.0, 3.0];
+        // The weights are 3 to 6: (3·8 + 4·2 + 5·1 + 6·3) / 18.
+        assert_eq!(pooling.pool(&rows, 1, 2), [8.0, 3.0, 8.0, 3.5, 7.0, 55.0 / 18.0]);
+        assert_eq!(pooling.pool(&rows, 1, 5), [3.0; 6]);
     }
 
     #[test]
     fn a_normalised_vector_has_length_1_and_zeros_stay_zeros() {
         let pooling = Pooling { modes: vec![Mode::Cls], normalize: true };
-        assert_eq!(pooling.pool(&[3.0, 4.0], 2), [0.6, 0.8]);
-        assert_eq!(pooling.pool(&[0.0, 0.0], 2), [0.0, 0.0]);
+        assert_eq!(pooling.pool(&[3.0, 4.0], 2, 0), [0.6, 0.8]);
+        assert_eq!(pooling.pool(&[0.0, 0.0], 2, 0), [0.0, 0.0]);
     }
 
     #[test]
     fn no_mode_loses_a_nan() {
-        for mode in [Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen] {
-            assert!(pooled(mode, &[f32::NAN, 1.0], 1)[0].is_nan());
+        for mode in ALL {
+            assert!(pooled(mode, &[f32::NAN], 1, 0)[0].is_nan());
         }
-        assert!(pooled(Mode::Max, &[1.0, f32::NAN], 1)[0].is_nan());
+        for mode in [Mode::Max, Mode::LastToken, Mode::WeightedMean] {
+            assert!(pooled(mode, &[1.0, f32::NAN], 1, 0)[0].is_nan());
+        }
     }
 }

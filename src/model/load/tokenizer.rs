@@ -23,6 +23,27 @@ pub struct Tokens {
     pub second: usize,
     /// Whether a text was cut to the model's limit.
     pub truncated: bool,
+    /// The number of ids at the beginning that are left out of the pooling: those of a prompt, if the model says so.
+    /// Below the number of ids.
+    pub unpooled: usize,
+}
+
+impl Tokens {
+    /// Leaves the first `count` tokens out of the pooling.
+    ///
+    /// # Errors
+    /// `BadInput` if there are no others.
+    pub fn without_first(self, count: usize) -> Result<Self, TaskError> {
+        if self.ids.len() <= count {
+            let message = format!(
+                "no token is left for the vector: the text has {} tokens with its prompt, of which the first {count} are left \
+                 out as the prompt's",
+                self.ids.len()
+            );
+            return Err(TaskError::new(TaskErrorKind::BadInput, message));
+        }
+        Ok(Self { unpooled: count, ..self })
+    }
 }
 
 /// The tokens of a text or of a part of it, with their places in the text.
@@ -56,6 +77,8 @@ pub struct TextLimits {
     pub max_tokens: Option<usize>,
     /// Whether texts are lower-cased before the tokenizer's own normalising.
     pub lower_case: bool,
+    /// The part of a text that is kept if it is too long. None if only `tokenizer.json` may say it.
+    pub kept: Option<Side>,
 }
 
 /// A model's tokenizer and its limits.
@@ -74,11 +97,13 @@ pub struct TextTokenizer {
     /// Token ids are below this number.
     vocabulary: u32,
     max_tokens: usize,
+    /// The part of a text that is kept if it is too long.
+    kept: Side,
 }
 
 impl TextTokenizer {
-    /// Reads `tokenizer.json`. Its truncation and padding are ignored, since the file has those that were used in
-    /// training. `max_tokens` and `vocabulary` are the network's.
+    /// Reads `tokenizer.json`. Its padding and the length of its truncation are ignored, since the file has those that
+    /// were used in training. `max_tokens` and `vocabulary` are the network's.
     ///
     /// # Errors
     /// [`LoadError::File`] if the file is not a tokenizer, or the limit leaves no room for text.
@@ -111,6 +136,11 @@ impl TextTokenizer {
             steps.extend(tokenizer.get_normalizer().cloned());
             tokenizer.with_normalizer(Some(Sequence::new(steps))).map_err(library_fault)?;
         }
+        let direction = tokenizer.get_truncation().map_or(TruncationDirection::Right, |it| it.direction);
+        let kept = limits.kept.unwrap_or(match direction {
+            TruncationDirection::Right => Side::Beginning,
+            TruncationDirection::Left => Side::End,
+        });
         tokenizer.with_padding(None).with_truncation(None).map_err(library_fault)?;
         let one = tokenizer.encode("a", true).map_err(library_fault)?;
         let [before, after]: [Vec<u32>; 2] = special_runs(one.get_ids(), one.get_special_tokens_mask());
@@ -142,6 +172,7 @@ impl TextTokenizer {
             has_token_types: two.get_type_ids().contains(&1),
             vocabulary: u32::try_from(vocabulary).unwrap_or(u32::MAX),
             max_tokens,
+            kept,
         })
     }
 
@@ -210,29 +241,50 @@ impl TextTokenizer {
     pub fn text(&self, text: &str) -> Result<Tokens, TaskError> {
         let pieces = self.pieces(text)?;
         let [before, after] = &self.special;
-        let ids = [before, &pieces[..pieces.len().min(self.room())], after].concat();
+        let ids = [before, self.cut(&pieces, self.room()), after].concat();
         if ids.is_empty() {
             return Err(TaskError::internal("the tokenizer made no tokens of the text"));
         }
-        Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room() })
+        Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room(), unpooled: 0 })
     }
 
-    /// Returns the ids of a text without special tokens. If the text is too long, these are its first ids, one more
-    /// than fits.
+    /// The number of tokens at the beginning of a text that are those of the prompt before it. They are counted as
+    /// sentence-transformers does: the prompt is tokenised alone, and a special token at its end is not counted.
+    ///
+    /// # Errors
+    /// As [`text`](Self::text).
+    pub fn prompt_length(&self, prompt: &str) -> Result<usize, TaskError> {
+        let ids = self.text(prompt)?.ids;
+        let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder();
+        let ends_specially = ids.last().and_then(|id| added.get(id)).is_some_and(|token| token.special);
+        Ok(ids.len() - usize::from(ends_specially))
+    }
+
+    /// `count` ids of a text at the side that is kept, or all if there are fewer.
+    fn cut<'a>(&self, ids: &'a [u32], count: usize) -> &'a [u32] {
+        let count = count.min(ids.len());
+        match self.kept {
+            Side::Beginning => &ids[..count],
+            Side::End => &ids[ids.len() - count..],
+        }
+    }
+
+    /// Returns the ids of a text without special tokens. If the text is too long, these are its first ids, or its last
+    /// ones if the model keeps those, one more than fits.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
     pub fn pieces(&self, text: &str) -> Result<Vec<u32>, TaskError> {
         // One more than fits, to know whether a text is cut.
         let max_ids = self.max_tokens + 1;
-        let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, max_ids));
-        let ids = match fast {
+        // It reads texts from their beginning.
+        let fast = self.fast.as_ref().filter(|_| self.kept == Side::Beginning);
+        let ids = match fast.and_then(|fast| fast.ids(&self.tokenizer, text, max_ids)) {
             Some(ids) => ids,
             None => {
                 let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, false)?.get_ids().to_vec());
-                let mut ids = ids_of(text, max_ids, Side::Beginning, encode).map_err(no_ids)?.ids;
-                ids.truncate(max_ids);
-                ids
+                let ids = ids_of(text, max_ids, self.kept, encode).map_err(no_ids)?.ids;
+                self.cut(&ids, max_ids).to_vec()
             }
         };
         self.check_made(&ids)?;
@@ -314,7 +366,7 @@ impl TextTokenizer {
             (*mask == 0).then_some([*start as u32, *end as u32])
         };
         let spans = spans.map(span).collect();
-        Ok(Window { tokens: Tokens { second: ids.len(), ids, truncated }, spans })
+        Ok(Window { tokens: Tokens { second: ids.len(), ids, truncated, unpooled: 0 }, spans })
     }
 
     /// Refuses ids of the tokenizer that are outside the network's vocabulary.
@@ -347,12 +399,13 @@ impl TextTokenizer {
     /// The tokens of a pair of the first `a` and `b` pieces of two texts.
     fn pair_of_first_pieces(&self, (first, a): (&[u32], usize), (second, b): (&[u32], usize)) -> Tokens {
         let [before, between, after] = &self.pair_special;
-        let ids = [before, &first[..a], between, &second[..b], after].concat();
+        let ids = [before, self.cut(first, a), between, self.cut(second, b), after].concat();
         let start_of_second = before.len() + a + between.len();
         Tokens {
             second: if self.has_token_types { start_of_second } else { ids.len() },
             ids,
             truncated: a < first.len() || b < second.len(),
+            unpooled: 0,
         }
     }
 
@@ -376,7 +429,7 @@ impl TextTokenizer {
             let message = format!("{path} holds {given} token ids{with}; this model takes at most {max}");
             return Err(TaskError::bad_input(path, message));
         }
-        Ok(Tokens { second: ids.len(), ids, truncated: false })
+        Ok(Tokens { second: ids.len(), ids, truncated: false, unpooled: 0 })
     }
 }
 
@@ -450,6 +503,55 @@ mod tests {
         assert_eq!((found[0].len(), &*found[1]), (0, &[2][..]));
     }
 
+    /// The tokenizer of a language of three words, with these further parts of `tokenizer.json`.
+    fn of_words(parts: &serde_json::Value, limits: TextLimits) -> TextTokenizer {
+        let mut json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "decoder": null,
+            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null,
+            "added_tokens": [{"id": 2, "content": "[UNK]", "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true}],
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2, "c": 3}, "unk_token": "[UNK]"}
+        });
+        json.as_object_mut().unwrap().extend(parts.as_object().unwrap().clone());
+        TextTokenizer::of_json(Path::new("it"), json.to_string().as_bytes(), limits, 4, 4).unwrap()
+    }
+
+    #[test]
+    fn the_side_that_is_cut_is_the_settings_else_the_tokenizers() {
+        let left = serde_json::json!({"truncation":
+            {"direction": "Left", "max_length": 2, "strategy": "LongestFirst", "stride": 0}});
+        let none = serde_json::json!({});
+        for (file, kept, ids) in [
+            (&none, None, [0, 0, 1, 1]),
+            (&left, None, [1, 1, 3, 3]),
+            (&left, Some(Side::Beginning), [0, 0, 1, 1]),
+            (&none, Some(Side::End), [1, 1, 3, 3]),
+        ] {
+            let tokenizer = of_words(file, TextLimits { kept, ..TextLimits::default() });
+            let tokens = tokenizer.text("a a b b c c").unwrap();
+            assert_eq!((tokens.ids, tokens.truncated), (ids.to_vec(), true));
+            let [first, .., last] = ids;
+            let pieces = tokenizer.pieces(&format!("a {}c", "b ".repeat(40_000))).unwrap();
+            assert_eq!(pieces.len(), 5);
+            assert_eq!((pieces[0] == 0, pieces[4] == 3), (first == 0, last == 3), "of a long text too");
+            let pair = tokenizer.pair(&[0, 0, 1], &[3, 1, 1]);
+            assert_eq!(pair.ids, if first == 0 { [0, 0, 3, 1] } else { [0, 1, 1, 1] });
+            let whole = tokenizer.text("c b").unwrap();
+            assert_eq!((whole.ids, whole.truncated), (vec![3, 1], false));
+        }
+    }
+
+    #[test]
+    fn a_prompts_tokens_are_counted_without_a_special_one_at_its_end() {
+        let tokenizer = of_words(&serde_json::json!({}), TextLimits::default());
+        assert_eq!(tokenizer.prompt_length("a b").unwrap(), 2);
+        assert_eq!(tokenizer.prompt_length("a what").unwrap(), 1, "the unknown word's token is special");
+        assert_eq!(tokenizer.text("a b c").unwrap().without_first(2).unwrap().unpooled, 2);
+        let error = tokenizer.text("a b").unwrap().without_first(2).unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::BadInput);
+        assert!(error.message.contains("2 tokens with its prompt"), "{error}");
+    }
+
     #[test]
     fn a_tokenizer_of_another_model_is_refused_and_its_file_named() {
         let folder = tempfile::tempdir().unwrap();
@@ -460,9 +562,9 @@ mod tests {
             "pre_tokenizer":{{"type":"Whitespace"}},"post_processor":null,"decoder":null,"model":{model}}}"#
         );
         std::fs::write(&path, file).unwrap();
-        let limits = || TextLimits { lower_case: false, max_tokens: None };
-        assert!(TextTokenizer::read(path.clone(), limits(), 8, 3).is_ok());
-        let error = TextTokenizer::read(path, limits(), 8, 2).err().unwrap();
+        let limits = TextLimits::default();
+        assert!(TextTokenizer::read(path.clone(), limits, 8, 3).is_ok());
+        let error = TextTokenizer::read(path, limits, 8, 2).err().unwrap();
         assert!(matches!(error, LoadError::File { .. }));
         let message = error.to_string();
         assert!(

@@ -256,7 +256,7 @@ pub fn check(paths: &[PathBuf]) -> Result<(), LoadError> {
 ///
 /// # Errors
 /// [`LoadError::File`] with the first one that is not finite.
-pub(super) fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
+pub fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
     for path in paths {
         let shard = Shard::read(path)?;
         let mut tensors: Vec<_> = shard.tensors.iter().collect();

@@ -91,7 +91,8 @@ impl Options {
 
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let settings = SentenceSettings::read(&files, &spec.source)?;
+    let hidden = NetworkConfig::read(&files, &spec.source)?.hidden;
+    let settings = SentenceSettings::read(&files, &spec.source, hidden)?;
     Options::prompts(spec, settings.prompts)?;
     check_text_files(&files, spec)
 }
@@ -104,17 +105,17 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
-    let settings = SentenceSettings::read(&files, &spec.source)?;
-    let output = Output::Pooled(settings.pooling.clone());
+    let settings = SentenceSettings::read(&files, &spec.source, config.hidden)?;
+    let vectors =
+        Vectors { width: settings.head.width(config.hidden), normalize: settings.head.normalizes() };
+    let output = Output::Pooled(settings.head);
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, settings.limits, &output)?;
     let processor = EmbeddingProcessor {
         tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),
-        vectors: Vectors {
-            width: settings.pooling.width(config.hidden),
-            normalize: settings.pooling.normalize,
-        },
+        vectors,
         prompts: Options::prompts(spec, settings.prompts)?,
+        include_prompt: settings.include_prompt,
         max_inputs: spec.max_inputs,
     };
     Ok((processor, network))
@@ -185,6 +186,8 @@ pub struct EmbeddingProcessor {
     names: ServedNames,
     vectors: Vectors,
     prompts: Prompts,
+    /// Whether the tokens of a prompt are pooled too.
+    include_prompt: bool,
     max_inputs: usize,
 }
 
@@ -232,11 +235,15 @@ impl EmbeddingProcessor {
             Ok(Input::Image(_)) | Err(_) => 0,
         };
         let tokenizer = self.tokenizer.clone();
+        let unpooled =
+            if self.include_prompt || prompt.is_empty() { 0 } else { tokenizer.prompt_length(&prompt)? };
         let texts = TextInputs::new(texts, bytes, on_error, move |index, text| {
             let path = || request.path(index);
             let tokens = match text? {
                 Input::Text(text) if prompt.is_empty() => tokenizer.text(&text),
-                Input::Text(text) => tokenizer.text(&format!("{prompt}{text}")),
+                Input::Text(text) => tokenizer
+                    .text(&format!("{prompt}{text}"))
+                    .and_then(|tokens| tokens.without_first(unpooled)),
                 Input::Ids(ids) => tokenizer.ids(ids, &path()),
                 Input::Image(_) => Err(TaskError::internal("a model of texts got an image")),
             };

@@ -1,14 +1,18 @@
-//! A model's settings in the files of sentence-transformers: pooling, normalising, the longest text, and the prompts.
-//! Decides which modules of that library are supported, and refuses the others.
+//! A model's settings in the files of sentence-transformers: pooling and the modules after it, the longest text, and the
+//! prompts. Decides which modules of that library are supported, and refuses the others by their names.
 
 use std::collections::BTreeMap;
+use std::path::{Component, Path};
 
 use serde::Deserialize;
+use serde_json::Value;
 
-use crate::model::family::{MODULES, Module};
+use crate::model::family::{LIBRARY_CONFIG, MODULES, Module, POOLING};
 use crate::model::load::ModelFiles;
+use crate::model::load::long_text::Side;
 use crate::model::load::tokenizer::TextLimits;
-use crate::model::ops::pooling::{Mode, Pooling};
+use crate::model::nets::encoder::sentence_head::{ACTIVATIONS, SentenceHead, SentenceModule, activation};
+use crate::model::ops::pooling::{MAX_MODES, Mode, Pooling};
 use crate::model::{LoadError, OptionProblem, TaskError};
 use crate::protocol::shorten;
 
@@ -21,11 +25,20 @@ const TRANSFORMER_CONFIGS: [&str; 5] = [
     "sentence_xlm-roberta_config.json",
 ];
 
+/// The most modules after the pooling. Published models have at most three.
+const MAX_MODULES: usize = 16;
+/// The most numbers of a vector that a `Dense` module may give. Published models have at most 4,096.
+const MAX_WIDTH: usize = 65_536;
+
+/// The name under which modules read and write a text's vector.
+const VECTOR: &str = "sentence_embedding";
+
 /// How texts are prepared and vectors are computed.
-#[derive(Debug)]
 pub struct SentenceSettings {
-    /// How the vectors of tokens become one vector.
-    pub pooling: Pooling,
+    /// How the vectors of tokens become one vector, and what is computed from it.
+    pub head: SentenceHead,
+    /// Whether the tokens of a prompt are pooled too.
+    pub include_prompt: bool,
     /// The maximum number of tokens of a text, and whether texts are lower-cased before they are tokenised.
     pub limits: TextLimits,
     /// The prompts that may be put before each text.
@@ -88,12 +101,26 @@ struct TransformerConfig {
     max_seq_length: Option<usize>,
     #[serde(default)]
     do_lower_case: bool,
+    /// The class of the network, with or without a head. Newer files have it.
+    transformer_task: Option<String>,
+    /// For each kind of input, how the network is called, and which of its results is taken. Newer files have it.
+    #[serde(default)]
+    modality_config: Value,
 }
 
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
     /// A float, since it is 1e30 for a tokenizer without a limit.
     model_max_length: Option<f64>,
+    truncation_side: Option<TruncationSide>,
+}
+
+/// The side of a text that is cut.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum TruncationSide {
+    Left,
+    Right,
 }
 
 #[derive(Deserialize)]
@@ -102,7 +129,40 @@ struct PoolingConfig {
     include_prompt: Option<bool>,
     /// The flags of the older form, among other fields.
     #[serde(flatten)]
-    others: BTreeMap<String, serde_json::Value>,
+    others: BTreeMap<String, Value>,
+}
+
+/// The names under which a module after the pooling reads and writes.
+#[derive(Default, Deserialize)]
+struct NamesConfig {
+    module_input_name: Option<String>,
+    module_output_name: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct DenseConfig {
+    in_features: usize,
+    out_features: usize,
+    #[serde(default = "yes")]
+    bias: bool,
+    #[serde(default = "tanh")]
+    activation_function: String,
+    #[serde(default)]
+    use_residual: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// The default of sentence-transformers.
+fn tanh() -> String {
+    "torch.nn.Tanh".to_owned()
+}
+
+#[derive(Deserialize)]
+struct LayerNormConfig {
+    dimension: usize,
 }
 
 #[derive(Deserialize)]
@@ -130,33 +190,58 @@ const FLAGS: [(&str, &str); 6] = [
     ("pooling_mode_lasttoken", "lasttoken"),
 ];
 
+/// The names of the modes, for errors.
+const MODES: &str = "cls, max, mean, mean_sqrt_len_tokens, weightedmean and lasttoken";
+
 impl SentenceSettings {
-    /// Reads the settings of the model `source`.
+    /// Reads the settings of the model `source`, and the weights of the modules after its pooling. `hidden` is the width of
+    /// a token's vector.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] naming the module or mode that is not supported, [`LoadError::File`] for an
+    /// [`LoadError::Unsupported`] naming the module, mode or setting that is not supported, [`LoadError::File`] for an
     /// invalid file.
-    pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
+    pub fn read(files: &ModelFiles, source: &str, hidden: usize) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
-        let mut prompts = Self::prompts(files, source)?;
-        let pooling = match files.json::<Vec<Module>>(MODULES)? {
-            None => Pooling { modes: vec![Mode::Mean], normalize: false },
-            Some(modules) => {
-                let normalize = check_modules(&modules).map_err(&refused)?;
-                let folder = modules.get(1).map_or("1_Pooling", |module| &module.path);
-                let config: PoolingConfig = files.required_json(&format!("{folder}/config.json"))?;
-                // The prompt's tokens would have to be left out of the pooling, which is not supported. The model's
-                // prompts are dropped, and a default prompt is refused.
-                if config.include_prompt == Some(false) {
-                    let Prompts { default, .. } = std::mem::take(&mut prompts);
-                    if !default.is_empty() {
-                        return Err(refused(format!("include_prompt is false with the prompt {default:?}")));
-                    }
-                }
-                Pooling { modes: modes(config).map_err(&refused)?, normalize }
-            }
+        let prompts = Self::prompts(files, source)?;
+        let limits = Self::limits(files)?;
+        let mut settings = Self {
+            head: Pooling { modes: vec![Mode::Mean], normalize: false }.into(),
+            include_prompt: true,
+            limits,
+            prompts,
         };
-        Ok(Self { pooling, limits: Self::limits(files)?, prompts })
+        let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
+        let Some((pooling, after)) = split(&modules).map_err(&refused)? else { return Ok(settings) };
+        check_transformer(&transformer_config(files)?).map_err(&refused)?;
+        let config: PoolingConfig = files.required_json(&file(pooling, CONFIG))?;
+        settings.include_prompt = config.include_prompt.unwrap_or(true);
+        settings.head.pooling.modes = modes(config).map_err(&refused)?;
+        let mut width = settings.head.width(hidden);
+        let mut loaded = Vec::new();
+        for (index, module) in after.iter().enumerate() {
+            let names = files.json(&file(module, CONFIG))?.unwrap_or_default();
+            check_names(module, names).map_err(&refused)?;
+            match module.kind() {
+                "Normalize" if index == 0 => settings.head.pooling.normalize = true,
+                "Normalize" => loaded.push(SentenceModule::Normalize),
+                // It drops numbers only in training.
+                "Dropout" => {}
+                "LayerNorm" => {
+                    let LayerNormConfig { dimension } = files.required_json(&file(module, CONFIG))?;
+                    check_width(module, "dimension", dimension, width).map_err(&refused)?;
+                    loaded.push(SentenceModule::layer_norm(files, &file(module, WEIGHTS), width)?);
+                }
+                _ => {
+                    let config: DenseConfig = files.required_json(&file(module, CONFIG))?;
+                    let activation = check_dense(module, &config, width).map_err(&refused)?;
+                    let (shape, stem) = ([width, config.out_features], file(module, WEIGHTS));
+                    loaded.push(SentenceModule::dense(files, &stem, shape, config.bias, activation)?);
+                    width = config.out_features;
+                }
+            }
+        }
+        settings.head.modules = loaded.into();
+        Ok(settings)
     }
 
     /// Reads only the prompts.
@@ -164,23 +249,24 @@ impl SentenceSettings {
     /// # Errors
     /// [`LoadError::Unsupported`] for a default prompt that does not exist, [`LoadError::File`] for an invalid file.
     pub fn prompts(files: &ModelFiles, source: &str) -> Result<Prompts, LoadError> {
-        let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
+        let prompts = files.json(LIBRARY_CONFIG)?.unwrap_or_default();
         read_prompts(prompts).map_err(|reason| LoadError::Unsupported { model: source.into(), reason })
     }
 
-    /// Requests the settings files that the model has, without reading their contents.
+    /// Requests the settings files that the model has, and the weights of its modules, without reading their contents.
     ///
     /// # Errors
     /// [`LoadError::File`] for a `modules.json` that is invalid, [`LoadError::Hub`] if the hub cannot be reached.
     pub fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
-        for name in
-            TRANSFORMER_CONFIGS.iter().chain(&["config_sentence_transformers.json", "tokenizer_config.json"])
-        {
+        for name in TRANSFORMER_CONFIGS.iter().chain(&[LIBRARY_CONFIG, "tokenizer_config.json"]) {
             files.optional(name)?;
         }
         let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
-        for module in modules.iter().filter(|module| !module.path.is_empty()) {
-            files.optional(&format!("{}/config.json", module.path))?;
+        for module in modules.iter().filter(|module| !module.path.is_empty() && is_inside(module)) {
+            files.optional(&file(module, CONFIG))?;
+            if has_weights(module) {
+                files.weights_of(&file(module, WEIGHTS))?;
+            }
         }
         Ok(())
     }
@@ -190,41 +276,150 @@ impl SentenceSettings {
     /// # Errors
     /// [`LoadError::File`] for an invalid file.
     pub fn limits(files: &ModelFiles) -> Result<TextLimits, LoadError> {
-        let mut transformer = TransformerConfig::default();
-        for name in TRANSFORMER_CONFIGS {
-            if let Some(config) = files.json(name)? {
-                transformer = config;
-                break;
-            }
-        }
+        let transformer = transformer_config(files)?;
         let tokenizer: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
         let tokenizer_limit = tokenizer.model_max_length.filter(|n| *n >= 1.0).map(|n| n as usize);
         let max_tokens = transformer.max_seq_length.or(tokenizer_limit);
-        Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case })
+        let kept = tokenizer.truncation_side.map(|side| match side {
+            TruncationSide::Left => Side::End,
+            TruncationSide::Right => Side::Beginning,
+        });
+        Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case, kept })
     }
 }
 
-/// Accepts Transformer, Pooling and optionally Normalize, in this order. Returns whether Normalize is present.
-fn check_modules(modules: &[Module]) -> Result<bool, String> {
+/// The settings of the Transformer module.
+fn transformer_config(files: &ModelFiles) -> Result<TransformerConfig, LoadError> {
+    for name in TRANSFORMER_CONFIGS {
+        if let Some(config) = files.json(name)? {
+            return Ok(config);
+        }
+    }
+    Ok(TransformerConfig::default())
+}
+
+/// Checks that the pooling gets the vectors of the network's last layer.
+fn check_transformer(config: &TransformerConfig) -> Result<(), String> {
+    if let Some(task) = config.transformer_task.as_deref().filter(|task| *task != "feature-extraction") {
+        return Err(format!("transformer_task is {task:?}; for embeddings, feature-extraction is supported"));
+    }
+    let text = &config.modality_config["text"];
+    if text.is_null() {
+        return Ok(());
+    }
+    for (name, supported) in [("method", "forward"), ("method_output_name", "last_hidden_state")] {
+        if text[name] != supported {
+            return Err(format!("{name} of modality_config is {}; {supported} is supported", text[name]));
+        }
+    }
+    Ok(())
+}
+
+/// The Pooling module, and those after it. None if the list is empty or has only a Transformer, whose tokens' vectors are
+/// then assumed to be pooled by their mean, as sentence-transformers does.
+fn split(modules: &[Module]) -> Result<Option<(&Module, &[Module])>, String> {
+    let [transformer, others @ ..] = modules else { return Ok(None) };
     let kinds: Vec<&str> = modules.iter().map(Module::kind).collect();
-    if let Some(kind) = kinds.iter().find(|k| !["Transformer", "Pooling", "Normalize"].contains(k)) {
+    let expected =
+        "Transformer, Pooling, and then any of Dense, LayerNorm, Normalize and Dropout are supported";
+    if let Some(module) = modules.iter().find(|module| !module.is_of_library()) {
         return Err(format!(
-            "modules.json has a {kind} module; Transformer, Pooling and Normalize are supported"
+            "{MODULES} has the module {}, which is not sentence-transformers'",
+            module.class()
         ));
     }
-    if modules.first().is_some_and(|module| !module.path.is_empty()) {
-        return Err(format!("the Transformer module is in {:?}; the top is supported", modules[0].path));
+    let known = ["Transformer", POOLING, "Dense", "LayerNorm", "Normalize", "Dropout"];
+    if let Some(kind) = kinds.iter().find(|kind| !known.contains(kind)) {
+        return Err(format!("{MODULES} has a {kind} module; {expected}"));
     }
-    match *kinds {
-        ["Transformer", "Pooling"] => Ok(false),
-        ["Transformer", "Pooling", "Normalize"] => Ok(true),
-        _ => Err(format!("modules.json lists {kinds:?}; Transformer, Pooling, Normalize is supported")),
+    if let Some(module) = modules.iter().find(|module| !is_inside(module)) {
+        return Err(format!("the {} module is in {:?}, outside of the model", module.kind(), module.path));
     }
+    if !transformer.path.is_empty() {
+        return Err(transformer.in_folder());
+    }
+    let is_in_order = kinds[0] == "Transformer"
+        && kinds.get(1).is_none_or(|kind| *kind == POOLING)
+        && kinds.iter().skip(2).all(|kind| !["Transformer", POOLING].contains(kind));
+    if !is_in_order {
+        return Err(format!("{MODULES} lists {kinds:?}; {expected}"));
+    }
+    let Some((pooling, after)) = others.split_first() else { return Ok(None) };
+    if after.len() > MAX_MODULES {
+        return Err(format!("{MODULES} has {} modules after Pooling; at most {MAX_MODULES}", after.len()));
+    }
+    Ok(Some((pooling, after)))
+}
+
+/// Whether a module's folder is one of the model's.
+fn is_inside(module: &Module) -> bool {
+    Path::new(&module.path).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// Whether a module has files of weights.
+fn has_weights(module: &Module) -> bool {
+    ["Dense", "LayerNorm"].contains(&module.kind()) && module.is_of_library()
+}
+
+/// The settings of a module.
+const CONFIG: &str = "config.json";
+/// The beginning of the names of a module's weights' files.
+const WEIGHTS: &str = "model";
+
+/// The name of a file in a module's folder.
+fn file(module: &Module, name: &str) -> String {
+    Path::new(&module.path).join(name).to_string_lossy().into_owned()
+}
+
+/// Checks that a module computes vectors from vectors, in place.
+fn check_names(module: &Module, names: NamesConfig) -> Result<(), String> {
+    for (setting, name) in
+        [("module_input_name", names.module_input_name), ("module_output_name", names.module_output_name)]
+    {
+        if let Some(name) = name.filter(|name| name != VECTOR) {
+            let kind = module.kind();
+            return Err(format!("{setting} of the {kind} module is {name:?}; {VECTOR} is supported"));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a module takes vectors of the width of those before it.
+fn check_width(module: &Module, name: &str, found: usize, width: usize) -> Result<(), String> {
+    if found == width {
+        return Ok(());
+    }
+    let (kind, path) = (module.kind(), &module.path);
+    Err(format!(
+        "{name} of the {kind} module in {path:?} is {found}, and the vectors before it have {width} numbers"
+    ))
+}
+
+/// Checks the settings of a Dense module for vectors of `width` numbers. Returns its activation.
+fn check_dense(module: &Module, config: &DenseConfig, width: usize) -> Result<fn(f32) -> f32, String> {
+    check_width(module, "in_features", config.in_features, width)?;
+    let out = config.out_features;
+    if !(1..=MAX_WIDTH).contains(&out) {
+        return Err(format!("out_features of the Dense module is {out}; 1 to {MAX_WIDTH} are supported"));
+    }
+    if config.use_residual {
+        return Err("use_residual of the Dense module is true, which is not supported".to_owned());
+    }
+    let class = &*config.activation_function;
+    let name = class.strip_prefix("torch.nn.").and_then(|path| path.rsplit('.').next());
+    name.and_then(activation).ok_or_else(|| {
+        format!("activation_function of the Dense module is {class:?}; PyTorch's {ACTIVATIONS} are supported")
+    })
 }
 
 /// The pooling modes, whose results are concatenated.
 fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
-    let flag = |name: &str| config.others.get(name).and_then(serde_json::Value::as_bool) == Some(true);
+    let flag = |name: &str| config.others.get(name).and_then(Value::as_bool) == Some(true);
+    let is_unknown =
+        |name: &str| name.starts_with("pooling_mode_") && FLAGS.iter().all(|(key, _)| name != *key);
+    if let Some(name) = config.others.keys().find(|name| flag(name) && is_unknown(name)) {
+        return Err(format!("{name} is true; {MODES} are supported"));
+    }
     let names = match config.pooling_mode {
         Some(Modes::One(name)) => vec![name],
         Some(Modes::Several(names)) => names,
@@ -236,14 +431,17 @@ fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
     if names.is_empty() {
         return Ok(vec![Mode::Mean]);
     }
+    if names.len() > MAX_MODES {
+        return Err(format!("pooling_mode has {} modes; at most {MAX_MODES}", names.len()));
+    }
     let mode = |name: &String| match &**name {
         "cls" => Ok(Mode::Cls),
         "max" => Ok(Mode::Max),
         "mean" => Ok(Mode::Mean),
         "mean_sqrt_len_tokens" => Ok(Mode::MeanSqrtLen),
-        other => {
-            Err(format!("pooling_mode is {other:?}; cls, max, mean and mean_sqrt_len_tokens are supported"))
-        }
+        "weightedmean" => Ok(Mode::WeightedMean),
+        "lasttoken" => Ok(Mode::LastToken),
+        other => Err(format!("pooling_mode is {other:?}; {MODES} are supported")),
     };
     names.iter().map(mode).collect()
 }

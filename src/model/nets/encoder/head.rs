@@ -1,6 +1,6 @@
 //! The classification heads: they compute one number for each label, before softmax or sigmoid, from a text's pooled
-//! vector (`…ForSequenceClassification`) or from the vector of each token (`…ForTokenClassification`). They run on the host in f32, since a head takes a thousandth of the network's
-//! time. Owns the head's weights.
+//! vector (`…ForSequenceClassification`) or from the vector of each token (`…ForTokenClassification`). They run on the
+//! host in f32, since a head takes a thousandth of the network's time. Owns the head's weights.
 
 use candle_core::cpu::erf::erf_f64;
 
@@ -18,14 +18,17 @@ pub struct Head {
     out: Linear,
 }
 
-struct Norm {
-    weights: Vec<f32>,
-    eps: f64,
+/// A norm of rows.
+pub(super) struct Norm {
+    pub(super) weights: Vec<f32>,
+    pub(super) bias: Vec<f32>,
+    pub(super) eps: f64,
 }
 
-struct Linear {
-    weights: Panels,
-    bias: Vec<f32>,
+/// A linear layer, `[depth, width]`.
+pub(super) struct Linear {
+    pub(super) weights: Panels,
+    pub(super) bias: Vec<f32>,
 }
 
 impl Head {
@@ -77,7 +80,7 @@ impl Head {
             Ok::<_, LoadError>(Linear { weights: Panels::new(&matrix, hidden), bias })
         };
         let norm = is_modern.then(|| weights.values("head.norm.weight", &[hidden])).transpose()?;
-        let norm = norm.map(|weights| Norm { weights, eps: config.eps.into() });
+        let norm = norm.map(|weights| Norm { weights, bias: vec![0.0; hidden], eps: config.eps.into() });
         let dense = dense.map(|(name, activation)| Ok::<_, LoadError>((linear(name, hidden)?, activation)));
         Ok(Self { dense: dense.transpose()?, norm, out: linear(out, labels)? })
     }
@@ -102,26 +105,27 @@ impl Head {
 }
 
 /// x·Φ(x), by the error function.
-fn gelu(x: f32) -> f32 {
+pub(super) fn gelu(x: f32) -> f32 {
     let x = f64::from(x);
     (0.5 * x * (1.0 + erf_f64(x * std::f64::consts::FRAC_1_SQRT_2))) as f32
 }
 
 impl Norm {
-    fn apply(&self, row: &mut [f32]) {
+    /// Normalises a row.
+    pub(super) fn apply(&self, row: &mut [f32]) {
         let count = row.len() as f64;
         let mean = row.iter().map(|x| f64::from(*x)).sum::<f64>() / count;
         let variance = row.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / count;
         let scale = 1.0 / (variance + self.eps).sqrt();
-        row.iter_mut().zip(&self.weights).for_each(|(x, weight)| {
-            *x = ((f64::from(*x) - mean) * scale) as f32 * weight;
+        row.iter_mut().zip(&self.weights).zip(&self.bias).for_each(|((x, weight), bias)| {
+            *x = ((f64::from(*x) - mean) * scale) as f32 * weight + bias;
         });
     }
 }
 
 impl Linear {
     /// activation(rows · weights + bias).
-    fn apply(&self, rows: &[f32], activation: Activation) -> Vec<f32> {
+    pub(super) fn apply(&self, rows: &[f32], activation: Activation) -> Vec<f32> {
         let width = self.bias.len();
         let mut out = vec![0.0; rows.len() / self.weights.depth() * width];
         multiply_rows(rows, &self.weights, &mut out, |_, block| {

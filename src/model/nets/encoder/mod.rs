@@ -10,13 +10,17 @@ mod head;
 mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+pub mod sentence_head;
 pub mod sparse;
+
+use std::sync::Arc;
 
 use candle_core::{DType, Device};
 
 use self::config::NetworkConfig;
 use self::head::Head;
 use self::network::Encoder;
+use self::sentence_head::{SentenceHead, SentenceModule};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{Precision, Weights};
@@ -28,19 +32,21 @@ pub struct TextNetwork {
     encoder: Encoder,
     /// Without pooling, a text's output is the vectors of its tokens, or what the head makes of each.
     pooling: Option<Pooling>,
-    /// Without a head, a text's output is its pooled vector, or the vectors of its tokens.
+    /// They change the pooled vectors, in order.
+    modules: Arc<[SentenceModule]>,
+    /// Without a head, a text's output is its vector, or the vectors of its tokens.
     head: Option<Head>,
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::OnGpu>,
 }
 
 /// The kind of a text's output.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub enum Output {
     /// The vectors of its tokens, one after the other: `[tokens, hidden]`.
     Tokens,
-    /// One vector, pooled from its tokens' vectors.
-    Pooled(Pooling),
+    /// One vector, made of its tokens' vectors.
+    Pooled(SentenceHead),
     /// One number for each label; the field is the number of labels.
     Labels(usize),
     /// For each of its tokens one number for each label, `[tokens, labels]`; the field is the number of labels.
@@ -62,11 +68,13 @@ impl TextNetwork {
     ) -> Result<Self, LoadError> {
         let paths = files.weights()?;
         let of_mode = |mode| Pooling { modes: vec![mode], normalize: false };
-        let pooling = match output {
+        let head: Option<SentenceHead> = match output {
             // The comparison with a CPU takes the mean.
-            Output::Tokens => Some(of_mode(Mode::Mean)),
-            Output::Pooled(pooling) => Some(pooling.clone()),
-            Output::Labels(_) => Some(of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls })),
+            Output::Tokens => Some(of_mode(Mode::Mean).into()),
+            Output::Pooled(head) => Some(head.clone()),
+            Output::Labels(_) => {
+                Some(of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }).into())
+            }
             Output::TokenLabels(_) => None,
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
@@ -74,7 +82,8 @@ impl TextNetwork {
         let build = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
-                pooling: pooling.clone(),
+                pooling: head.as_ref().map(|head| head.pooling.clone()),
+                modules: head.as_ref().map(|head| head.modules.clone()).unwrap_or_default(),
                 head: None,
                 #[cfg(feature = "cuda")]
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
@@ -100,6 +109,10 @@ impl TextNetwork {
 
     /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
+        // An activation may make a finite number of one that is not.
+        let pooled: Vec<_> =
+            vectors.iter().zip(lengths).map(|(it, length)| check_finite(it, *length)).collect();
+        let vectors = self.modules.iter().fold(vectors, |vectors, module| module.apply(vectors));
         let outputs = match (&self.head, &self.pooling) {
             (None, _) => vectors,
             (Some(head), Some(_)) => head.apply(&vectors),
@@ -108,7 +121,10 @@ impl TextNetwork {
                 lengths.iter().map(|length| rows.by_ref().take(*length).flatten().collect()).collect()
             }
         };
-        outputs.into_iter().zip(lengths).map(|(output, length)| checked(output, *length)).collect()
+        let outputs = outputs.into_iter().zip(lengths).zip(pooled);
+        outputs
+            .map(|((output, length), pooled)| pooled.and(check_finite(&output, *length)).map(|()| output))
+            .collect()
     }
 }
 
@@ -143,10 +159,13 @@ impl Forward for TextNetwork {
         let rows = rows.map_err(|error| device::forward_error(&error))?;
         let width = self.encoder.width();
         let mut remaining = &*rows;
-        let vectors = lengths.iter().map(|length| {
-            let (text, rest) = remaining.split_at(length * width);
+        let vectors = inputs.iter().map(|input| {
+            let (text, rest) = remaining.split_at(input.ids.len() * width);
             remaining = rest;
-            self.pooling.as_ref().map_or_else(|| text.to_vec(), |pooling| pooling.pool(text, width))
+            match &self.pooling {
+                None => text.to_vec(),
+                Some(pooling) => pooling.pool(text, width, input.unpooled),
+            }
         });
         Ok(Pending::Outputs(self.outputs(vectors.collect(), &lengths)))
     }
@@ -172,10 +191,10 @@ impl Forward for TextNetwork {
     }
 }
 
-/// The output of a text with `tokens` tokens, if all its numbers are finite.
-fn checked(output: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
+/// Checks that all numbers of the vector or output of a text with `tokens` tokens are finite.
+fn check_finite(output: &[f32], tokens: usize) -> Result<(), TaskError> {
     match output.iter().find(|number| !number.is_finite()) {
-        None => Ok(output),
+        None => Ok(()),
         Some(bad) => Err(TaskError::internal(format!(
             "the model gave {bad} in the output of an input of {tokens} tokens"
         ))),

@@ -39,11 +39,13 @@ impl OnGpu {
         texts: &[&Tokens],
         lengths: Vec<usize>,
     ) -> Result<Submitted> {
-        let plan = encoder.plan(texts, &lengths);
+        let mut plan = encoder.plan(texts, &lengths);
+        let skips = plan.words.len();
+        plan.words.extend(texts.iter().map(|text| text.unpooled as u32));
         let uploaded = self.0.upload(&plan.words)?;
         let planned = Planned { plan, lengths, words: uploaded.tensor.clone() };
         let rows = encoder.forward_planned(&planned);
-        let computed = rows.and_then(|rows| pool(&rows, &planned, &pooling.modes));
+        let computed = rows.and_then(|rows| pool(&rows, &planned, skips, &pooling.modes));
         let fetched = self.0.fetch(uploaded, computed)?;
         Ok(Submitted { fetched, width: pooling.width(encoder.width()) })
     }

@@ -114,7 +114,7 @@ impl TextImageNetwork {
         if fitness::needs_comparison(device, spec.dtype) {
             let mut reference = Self::load_on(&Device::Cpu, Precision::F32, files, config, pad)?;
             let ids: Vec<u32> = (0..config.max_tokens.min(8) as u32).collect();
-            let text = Tokens { second: ids.len(), ids, truncated: false };
+            let text = Tokens { second: ids.len(), ids, truncated: false, unpooled: 0 };
             let known =
                 [("text", TextOrImage::Text(text)), ("image", TextOrImage::Image(config.sides.known()))];
             let mut compared = Vec::new();

@@ -92,18 +92,20 @@ pub fn attend(qkv: &Tensor, q_bias: &Tensor, heads: Heads, planned: &Planned) ->
     Ok(out)
 }
 
-/// The texts' vectors `[texts, modes·width]` in f32, from the tokens' vectors `x` `[tokens, width]`.
+/// The texts' vectors `[texts, modes·width]` in f32, from the tokens' vectors `x` `[tokens, width]`. From the word
+/// `skips` on, the plan has the number of tokens at the beginning of each text that are not pooled.
 ///
 /// # Errors
 /// The driver's error.
-pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
+pub fn pool(x: &Tensor, planned: &Planned, skips: usize, modes: &[Mode]) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let texts = planned.plan.texts;
     let out = uninitialised((texts, modes.len() * width), DType::F32, x.device())?;
     let Some(element_type) = ElementType::of(x.dtype()) else { bail!("no kernel pools {:?}", x.dtype()) };
     let x = Matrix { address: pointer(x)?, element_type, rows: rows as u32, width: width as u32 };
-    let starts = pointer(&planned.words)? + (planned.plan.starts() * size_of::<u32>()) as Pointer;
-    run(&out, &super::pool(pointer(&out)?, x, starts, texts as u32, modes))?;
+    let words = pointer(&planned.words)?;
+    let lists = [planned.plan.starts(), skips].map(|first| words + (first * size_of::<u32>()) as Pointer);
+    run(&out, &super::pool(pointer(&out)?, x, lists, texts as u32, modes))?;
     Ok(out)
 }
 

@@ -2,37 +2,47 @@
 #include "numbers.cuh"
 
 // The values of `Mode` in pooling.rs.
-enum { CLS, MAX, MEAN, MEAN_SQRT_LEN };
+enum { CLS, MAX, MEAN, MEAN_SQRT_LEN, WEIGHTED_MEAN, LAST_TOKEN };
 
-// One thread per number of the vector. `starts` are the texts' first rows, then the number of all rows. `modes`
-// holds a mode in each group of four bits, the first in the lowest.
+// One thread per number of the vector. `starts` are the texts' first rows, then the number of all rows. `skips` are the
+// numbers of rows at the beginning of each text that are not pooled. `modes` holds a mode in each group of four bits, the
+// first in the lowest.
 template <typename N>
-__device__ inline void pool(float* out, const N* x, const u32* starts, u32 modes, u32 count, u32 hidden) {
+__device__ inline void pool(
+    float* out, const N* x, const u32* starts, const u32* skips, u32 modes, u32 count, u32 hidden) {
     const u32 text = blockIdx.x, column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= hidden) return;
-    const u32 first = starts[text], tokens = starts[text + 1] - first;
+    const u32 skip = skips[text], first = starts[text] + skip, tokens = starts[text + 1] - first;
     const N* from = x + static_cast<size_t>(first) * hidden + column;
     float* to = out + static_cast<size_t>(text) * count * hidden + column;
     for (u32 at = 0; at < count; ++at, modes >>= 4, to += hidden) {
         const u32 mode = modes & 15;
-        float all = to_f32(*from);
-        if (mode != CLS) {
+        float all = to_f32(mode == LAST_TOKEN ? from[static_cast<size_t>(tokens - 1) * hidden] : *from);
+        // A row's weight in WEIGHTED_MEAN is its position in the text, counted from 1.
+        float weight = static_cast<float>(skip + 1), weights = weight;
+        if (mode == WEIGHTED_MEAN) all *= weight;
+        if (mode != CLS && mode != LAST_TOKEN) {
             for (u32 token = 1; token < tokens; ++token) {
                 const float next = to_f32(from[static_cast<size_t>(token) * hidden]);
+                weight += 1;
+                weights += weight;
                 // Not fmaxf, which would drop NaN.
-                if (mode != MAX) all += next;
+                if (mode == WEIGHTED_MEAN) all += weight * next;
+                else if (mode != MAX) all += next;
                 else if (next > all || next != next) all = next;
             }
         }
         if (mode == MEAN) all /= tokens;
         if (mode == MEAN_SQRT_LEN) all /= sqrtf(static_cast<float>(tokens));
+        if (mode == WEIGHTED_MEAN) all /= weights;
         *to = all;
     }
 }
 
 #define KERNELS(name, N)                                                                                             \
-    extern "C" __global__ void pool_##name(float* out, const N* x, const u32* starts, u32 modes, u32 count, u32 hidden) { \
-        pool(out, x, starts, modes, count, hidden);                                                                   \
+    extern "C" __global__ void pool_##name(                                                                          \
+        float* out, const N* x, const u32* starts, const u32* skips, u32 modes, u32 count, u32 hidden) {             \
+        pool(out, x, starts, skips, modes, count, hidden);                                                           \
     }
 FOR_EACH_NUMBER(KERNELS)
 #undef KERNELS

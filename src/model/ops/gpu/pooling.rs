@@ -7,14 +7,17 @@ use super::{Argument, Launch, Matrix, Pointer, Source};
 const THREADS: u32 = 128;
 
 /// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from the tokens' vectors `x`. `starts` are
-/// the texts' first rows, then the number of all rows. Each mode takes four bits of one 32-bit argument, which has room
-/// for eight modes; there are only four.
-pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]) -> Launch {
+/// the texts' first rows, then the number of all rows. `skips` are the numbers of tokens at the beginning of each text
+/// that are not pooled. Each mode takes four bits of one 32-bit argument, which has room for eight modes
+/// ([`MAX_MODES`](super::super::pooling::MAX_MODES)).
+pub fn pool(out: Pointer, x: Matrix, [starts, skips]: [Pointer; 2], texts: u32, modes: &[Mode]) -> Launch {
     let code = |mode: &Mode| match mode {
         Mode::Cls => 0,
         Mode::Max => 1,
         Mode::Mean => 2,
         Mode::MeanSqrtLen => 3,
+        Mode::WeightedMean => 4,
+        Mode::LastToken => 5,
     };
     let codes = modes.iter().rev().fold(0, |codes, mode| codes << 4 | code(mode));
     Launch {
@@ -27,6 +30,7 @@ pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]
             Argument::Pointer(out),
             Argument::Pointer(x.address),
             Argument::Pointer(starts),
+            Argument::Pointer(skips),
             Argument::U32(codes),
             Argument::U32(modes.len() as u32),
             Argument::U32(x.width),
