@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::path::Path;
 
 use anyhow::{Context as _, anyhow};
 
@@ -36,8 +37,9 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             .check(pool, &slots)
             .with_context(|| format!("pool {:?}", pool.name))
             .exits_with(Exit::ModelFailed)?;
-        let mistyped =
-            pool.missing_folder.as_deref().filter(|_| description.is_none() && pool.model.contains('/'));
+        // The built-in default is looked for in `models` too, under another name.
+        let is_as_written = |folder: &&Path| pool.model.contains('/') && folder.ends_with(&pool.model);
+        let mistyped = pool.missing_folder.as_deref().filter(|_| description.is_none()).filter(is_as_written);
         if let Some((folder, parent)) = mistyped.and_then(|folder| Some((folder, folder.parent()?)))
             && parent.is_dir()
         {
