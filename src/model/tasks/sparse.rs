@@ -67,7 +67,7 @@ fn assumptions(model: &Description) -> Vec<String> {
              no prompt is put before the text: the model has no {MODULES} with {SPLADE}"
         )
     };
-    (!model.has_module(SPLADE)).then(assumption).into_iter().collect()
+    (!model.modules.iter().any(|kind| kind == SPLADE)).then(assumption).into_iter().collect()
 }
 
 /// How vectors are made.
