@@ -57,7 +57,8 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     assert!(error.contains("\"bart\"") && error.contains("xlm-roberta, camembert"), "{error}");
     assert_eq!(error.matches("camembert").count(), 1, "{error}");
     assert!(
-        error.contains("for rerank, classify, embed, embed_sparse: bert") && error.contains("docs/own-models.md"),
+        error.contains("for rerank, classify, embed, embed_sparse: bert")
+            && error.contains("docs/own-models.md"),
         "{error}"
     );
     let error = family(r#"{"model_type":"bart","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
