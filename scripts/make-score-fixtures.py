@@ -2,15 +2,16 @@
 """Makes tests/fixtures/score-*: what cross-encoders and classifiers answer, for sconce to be held against.
 
 Run with: python scripts/make-score-fixtures.py   (needs sentence-transformers; made with 6.2.0,
-transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0). With names after it (bert, xlm-roberta, roberta,
-distilbert, modernbert), it makes these alone.
+transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0; deberta and deberta-rerank with transformers
+5.24.0). With names after it (bert, xlm-roberta, roberta, distilbert, modernbert, deberta,
+deberta-rerank), it makes these alone.
 
 Each is a small model with seeded random weights, as a checkpoint of its kind is saved, with its
 expected.json beside it:
 
-- one label (bert, xlm-roberta, modernbert), as CrossEncoder.save_pretrained writes it: "pairs", their
+- one label (bert, xlm-roberta, modernbert, deberta-rerank), as CrossEncoder.save_pretrained writes it: "pairs", their
   "logits", and "scores", which are CrossEncoder.predict's with the activation of the model (the sigmoid).
-- more (roberta, distilbert), as transformers saves it: "texts", their "logits", and "probs" by the
+- more (roberta, distilbert, deberta), as transformers saves it: "texts", their "logits", and "probs" by the
   config's problem_type (softmax for single_label_classification, sigmoid for multi_label_classification);
   and "pairs" with "pair_logits".
 
@@ -30,7 +31,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import (
     AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
-    DistilBertConfig, DistilBertForSequenceClassification, ModernBertForSequenceClassification, RobertaConfig,
+    DebertaV2ForSequenceClassification, DistilBertConfig, DistilBertForSequenceClassification, ModernBertForSequenceClassification, RobertaConfig,
     RobertaForSequenceClassification, XLMRobertaConfig, XLMRobertaForSequenceClassification,
 )
 
@@ -184,8 +185,25 @@ def modernbert():
     reranker("modernbert", ModernBertForSequenceClassification(config), tokenizer)
 
 
+def deberta():
+    """A model of natural language inference, as those for zero-shot classification."""
+    tokenizer = shared.deberta_pieces(300, model_max_length=64)
+    names = ("entailment", "neutral", "contradiction")
+    config = shared.deberta_config(
+        tokenizer, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)},
+        problem_type="single_label_classification")
+    classifier("deberta", DebertaV2ForSequenceClassification(config), tokenizer)
+
+
+def deberta_rerank():
+    """Without model_max_length: the limit is max_position_embeddings, as of deberta-v3-base."""
+    tokenizer = shared.deberta_pieces(300)
+    config = shared.deberta_config(tokenizer, num_labels=1)
+    reranker("deberta-rerank", DebertaV2ForSequenceClassification(config), tokenizer)
+
+
 MADE = {"bert": bert, "xlm-roberta": xlm_roberta, "roberta": roberta, "distilbert": distilbert,
-        "modernbert": modernbert}
+        "modernbert": modernbert, "deberta": deberta, "deberta-rerank": deberta_rerank}
 
 
 def main():

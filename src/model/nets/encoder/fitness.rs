@@ -115,7 +115,7 @@ mod tests {
 
     const NAME: &str = "tiny-bert-cls";
     const TENSOR: &str = "bert.encoder.layer.0.output.dense.weight";
-    const FIXTURES: [&str; 8] = [
+    const FIXTURES: [&str; 10] = [
         "tiny-bert-cls",
         "tiny-bert-max",
         "tiny-roberta",
@@ -124,6 +124,8 @@ mod tests {
         "tiny-mpnet",
         "tiny-nomic",
         "tiny-modernbert",
+        "tiny-deberta",
+        "tiny-deberta-v2",
     ];
 
     fn fixture(name: &str) -> PathBuf {

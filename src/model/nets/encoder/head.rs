@@ -41,6 +41,7 @@ impl Head {
             Family::Roberta | Family::MpNet => ("classifier.dense", f32::tanh, "classifier.out_proj"),
             Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
             Family::ModernBert => ("head.dense", gelu, "classifier"),
+            Family::Deberta => ("pooler.dense", gelu, "classifier"),
         };
         let is_modern = config.family == Family::ModernBert;
         let linear = |name: &str, width: usize| {

@@ -10,6 +10,7 @@ mod head;
 mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+mod relative_positions;
 
 use candle_core::{DType, Device};
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 use super::config::{Family, LayerPositionTerms, NetworkConfig};
+use super::relative_positions::RelativeReader;
 use crate::model::LoadError;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{Table, Weights};
@@ -36,6 +37,9 @@ pub struct Encoder {
     counting: Counting,
     /// Rows of `position_embeddings` for one type; 0 if there is only one type.
     positions_of_type: usize,
+    /// `[width of the embeddings, hidden]`: the projection of the tokens' embeddings. `position_embeddings` are projected
+    /// already.
+    embedding_projection: Option<Tensor>,
     norm: NormParams,
     blocks: Blocks,
     width: usize,
@@ -130,6 +134,14 @@ fn names(family: Family) -> Names {
             down: "mlp.Wo",
             down_norm: "mlp_norm",
         },
+        Family::Deberta => Names {
+            qkv: Qkv::Separate([
+                "attention.self.query_proj",
+                "attention.self.key_proj",
+                "attention.self.value_proj",
+            ]),
+            ..names(Family::Bert)
+        },
     }
 }
 
@@ -186,7 +198,7 @@ impl Reader<'_> {
         let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
         let (names, format) = (names(family), self.weights.matrix_format());
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
-        let qkv = match names.qkv {
+        let mut qkv = match names.qkv {
             Qkv::Separate(names) => {
                 let part = |index: usize| self.linear(&named(names[index]), hidden, hidden);
                 [part(0)?, part(1)?, part(2)?]
@@ -199,6 +211,13 @@ impl Reader<'_> {
                 [part(0)?, part(1)?, part(2)?]
             }
         };
+        if let Some(deberta) = self.config.deberta {
+            // Attention divides by the root of a head's width.
+            let scale = 1.0 / (deberta.score_terms as f64).sqrt();
+            let (matrix, bias) = &mut qkv[0];
+            *matrix = self.weights.checked("query_proj", &*matrix * scale)?;
+            *bias = self.weights.checked("query_proj", &*bias * scale)?;
+        }
         let (up, up_bias, gate) = match names.up {
             InputMatrices::Plain(name) => {
                 let (up, bias) = self.linear(&named(name), hidden, inner)?;
@@ -263,8 +282,15 @@ impl Reader<'_> {
             bias: bias.clone(),
             rotary: layer.rotary.map(&mut shared_rotary),
             window: layer.window,
+            disentangled: None,
         };
-        Ok(self.config.position_terms.iter().map(layer).collect())
+        let mut layers: Vec<_> = self.config.position_terms.iter().map(layer).collect();
+        if let Some(relative) = RelativeReader::new(self.weights, self.config)? {
+            for (index, layer) in layers.iter_mut().enumerate() {
+                layer.disentangled = Some(Arc::new(relative.layer(index)?));
+            }
+        }
+        Ok(layers)
     }
 }
 
@@ -289,18 +315,30 @@ impl Encoder {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
         let NetworkConfig { hidden, family, positions: position_count, .. } = *config;
-        let token_embeddings = weights.table(family.token_embeddings(), [config.vocabulary, hidden])?;
-        let mut position_embeddings = match family.has_positions() {
-            true => weights.get("embeddings.position_embeddings.weight", &[position_count, hidden])?,
-            false => weights.checked("embeddings", weights.zeros(&[1, hidden]))?,
+        let embedding_width = config.embedding_width();
+        let token_embeddings =
+            weights.table(family.token_embeddings(), [config.vocabulary, embedding_width])?;
+        let mut position_embeddings = match config.has_positions() {
+            true => {
+                weights.get("embeddings.position_embeddings.weight", &[position_count, embedding_width])?
+            }
+            false => weights.checked("embeddings", weights.zeros(&[1, embedding_width]))?,
         };
         if config.token_types > 0 {
             let name = "embeddings.token_type_embeddings.weight";
-            let types = weights.get(name, &[config.token_types, hidden])?;
+            let types = weights.get(name, &[config.token_types, embedding_width])?;
             let sums = (0..config.token_types.min(TOKEN_TYPES))
                 .map(|id| position_embeddings.broadcast_add(&types.get(id)?));
             let sums = sums.collect::<Result<Vec<_>>>().and_then(|sums| Tensor::cat(&sums, 0));
             position_embeddings = weights.checked(name, sums)?;
+        }
+        let mut embedding_projection = None;
+        if embedding_width != hidden {
+            let name = "embeddings.embed_proj";
+            let matrix = weights.get(&format!("{name}.weight"), &[hidden, embedding_width])?;
+            let matrix = weights.checked(name, matrix.t().and_then(|matrix| matrix.contiguous()))?;
+            position_embeddings = weights.checked(name, position_embeddings.matmul(&matrix))?;
+            embedding_projection = Some(matrix);
         }
         let zeros = weights.checked("embeddings", weights.zeros(&[hidden]))?;
         let reader = Reader { weights, config, zeros };
@@ -317,15 +355,16 @@ impl Encoder {
             token_embeddings,
             counting: match config.padding {
                 Some(id) => Counting::AfterPadding(id),
-                None if family.has_positions() => Counting::FromZero,
+                None if config.has_positions() => Counting::FromZero,
                 None => Counting::None,
             },
-            positions_of_type: match (config.token_types >= TOKEN_TYPES, family.has_positions()) {
+            positions_of_type: match (config.token_types >= TOKEN_TYPES, config.has_positions()) {
                 (false, _) => 0,
                 (true, true) => position_count,
                 (true, false) => 1,
             },
             position_embeddings,
+            embedding_projection,
             width: hidden,
             norm: reader.norm(embeddings_norm(family), &reader.zeros)?,
             blocks: Blocks {
@@ -357,12 +396,16 @@ impl Encoder {
         let Table::Tensor(token_embeddings) = &self.token_embeddings else {
             candle_core::bail!("the embeddings are not on the GPU")
         };
-        let x = match embed([token_embeddings, &self.position_embeddings], planned, self.norm.constants())? {
+        let embedded = match self.embedding_projection {
+            None => embed([token_embeddings, &self.position_embeddings], planned, self.norm.constants())?,
+            Some(_) => None,
+        };
+        let x = match embedded {
             Some(x) => x,
             None => {
                 let token_embeddings = token_embeddings.index_select(&planned.ids()?, 0)?;
                 add_norm(
-                    token_embeddings,
+                    self.projected(token_embeddings)?,
                     &self.position_embeddings.index_select(&planned.positions()?, 0)?,
                     &self.norm,
                 )?
@@ -380,10 +423,18 @@ impl Encoder {
         let device: &Device = self.position_embeddings.device();
         let positions = self.positions(texts);
         let positions = Tensor::from_slice(&positions, positions.len(), device)?;
-        let token_embeddings = self.token_embeddings.select(ids(texts), device)?;
+        let token_embeddings = self.projected(self.token_embeddings.select(ids(texts), device)?)?;
         let x =
             add_norm(token_embeddings, &self.position_embeddings.index_select(&positions, 0)?, &self.norm)?;
         self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
+    }
+
+    /// The embeddings of tokens in the width of the network.
+    fn projected(&self, token_embeddings: Tensor) -> Result<Tensor> {
+        match &self.embedding_projection {
+            None => Ok(token_embeddings),
+            Some(matrix) => token_embeddings.matmul(matrix),
+        }
     }
 
     /// The row of each token in `position_embeddings`.
