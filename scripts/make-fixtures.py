@@ -14,21 +14,27 @@ transformers 5.23.0; the later ones with 5.24.0). With names after it, of those 
 Each text goes through alone, so that nothing of padding is in the expected values.
 """
 
+import io
 import json
 import os
 import pathlib
 import shutil
 import sys
+import tempfile
 
+import sentencepiece
 import torch
 from safetensors.torch import load_file
+from sentencepiece import sentencepiece_model_pb2
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Dropout, LayerNorm, Normalize, Pooling, Transformer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers,
+)
 from transformers import (
-    BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig, ElectraModel,
-    ModernBertConfig, ModernBertModel, MPNetConfig, MPNetModel, NomicBertConfig, NomicBertModel,
-    PreTrainedTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5EncoderModel, XLMRobertaConfig,
+    BertConfig, BertForMaskedLM, BertModel, DebertaV2Config, DebertaV2Model, DistilBertConfig, DistilBertForMaskedLM,
+    ElectraConfig, ElectraModel, ModernBertConfig, ModernBertModel, MPNetConfig, MPNetModel, NomicBertConfig,
+    NomicBertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5EncoderModel, XLMRobertaConfig,
     XLMRobertaForMaskedLM,
 )
 
@@ -97,6 +103,21 @@ def write_prompted(folder):
         {"prompt_name": name, "text": text,
          "vector": short(model.encode([text], prompt_name=name, batch_size=1)[0].tolist())}
         for name in names for text in (TEXTS[1], TEXTS[3], TEXTS[28])])
+
+
+def write_variants(folder, changes):
+    """What the same weights answer if these properties of config.json are changed."""
+    rows = []
+    for change in changes:
+        with tempfile.TemporaryDirectory() as other:
+            shutil.copytree(folder, other, dirs_exist_ok=True)
+            path = pathlib.Path(other) / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | change))
+            model = SentenceTransformer(other, device="cpu")
+            texts = [TEXTS[1], TEXTS[29]]
+            vectors = [short(model.encode([text], batch_size=1)[0].tolist()) for text in texts]
+            rows.append({"change": change, "texts": texts, "vectors": vectors})
+    write_rows(folder / "variants.json", rows)
 
 
 def corpus():
@@ -195,6 +216,44 @@ def modern_bpe(vocab):
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         mask_token=mask, model_max_length=64, model_input_names=["input_ids", "attention_mask"])
+
+
+def deberta_pieces(vocab, **more):
+    """A vocabulary of SentencePiece and the steps before it, as version 4 of transformers wrote tokenizer.json for
+    DeBERTa v3. (Version 5 makes other steps if tokenizer_class is DebertaV2Tokenizer.) Of SentencePiece's table of
+    characters, which has 240 KB, this one has a few."""
+    rules = {"\ufb01": "fi", "\u2026": "...", "\u00a0": " ", "\u3000": " ", "\u00c5": "A\u030a", "\u0007": ""}
+    code = lambda text: " ".join(f"{ord(character):X}" for character in text)
+    model = io.BytesIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as file:
+        file.writelines(f"{code(a)}\t{code(b)}\n" for a, b in rules.items())
+        file.flush()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(corpus()), model_writer=model, vocab_size=vocab - 1, model_type="unigram",
+            normalization_rule_tsv=file.name, hard_vocab_limit=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+            pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", minloglevel=2)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    tokenizer = Tokenizer(models.Unigram([(piece.piece, piece.score) for piece in proto.pieces], unk_id=3))
+    tokenizer.normalizer = normalizers.Sequence([
+        normalizers.Strip(), normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap),
+        normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace()])
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", model_input_names=["input_ids", "token_type_ids", "attention_mask"], **more)
+
+
+def deberta_config(tokenizer, **more):
+    """As DeBERTa v3's. Distances of more than 4 share buckets, and from 40 on all share one."""
+    return DebertaV2Config(**shape(tokenizer) | dict(
+        max_position_embeddings=64, max_relative_positions=40, relative_attention=True, position_buckets=8,
+        norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type="p2c|c2p", layer_norm_eps=1e-7,
+        position_biased_input=False, type_vocab_size=0, pooler_hidden_size=32, pooler_hidden_act="gelu") | more)
 
 
 def modern_config(tokenizer, **more):
@@ -501,6 +560,29 @@ def heads():
     finish(folder)
 
 
+def deberta():
+    """As deberta-v3-base, of which sentence-transformers cuts texts at max_position_embeddings."""
+    torch.manual_seed(25)
+    tokenizer = deberta_pieces(300)
+    finish(tiny("deberta", DebertaV2Model(deberta_config(tokenizer)), tokenizer, "mean", False))
+
+
+def deberta_v2():
+    """All properties that DeBERTa v3 has not: a distance has a vector of its own up to 20, positions have projections of
+    their own, embeddings are narrower than the network, and positions and types are added to them."""
+    torch.manual_seed(26)
+    tokenizer = deberta_pieces(300)
+    config = deberta_config(
+        tokenizer, max_relative_positions=20, position_buckets=-1, norm_rel_ebd="none", share_att_key=False,
+        pos_att_type=["c2p", "p2c"], position_biased_input=True, type_vocab_size=2, embedding_size=24,
+        hidden_act="gelu_new")
+    folder = tiny("deberta-v2", DebertaV2Model(config), tokenizer, "cls", True)
+    finish(folder)
+    write_variants(folder, [
+        {"pos_att_type": "c2p"}, {"pos_att_type": ["p2c"]}, {"pos_att_type": None}, {"relative_attention": False},
+        {"type_vocab_size": 0}, {"position_biased_input": False}, {"hidden_act": "relu", "layer_norm_eps": 1e-3}])
+
+
 LATER = {
     "mpnet": mpnet,
     "nomic": nomic,
@@ -511,6 +593,8 @@ LATER = {
     "electra": electra,
     "t5": lambda: t5("t5", 26, "relu"),
     "t5-gated": lambda: t5("t5-gated", 27, "gated-gelu"),
+    "deberta": deberta,
+    "deberta-v2": deberta_v2,
 }
 
 

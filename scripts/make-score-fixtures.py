@@ -2,15 +2,15 @@
 """Makes tests/fixtures/score-*: what cross-encoders and classifiers answer, for sconce to be held against.
 
 Run with: python scripts/make-score-fixtures.py   (needs sentence-transformers; made with 6.2.0,
-transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0). With names after it (bert, xlm-roberta, roberta,
-distilbert, modernbert, electra, nli-bert, nli-roberta), it makes these alone.
+transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0; the later ones with transformers 5.24.0). With names
+after it, of those in MADE, it makes these alone.
 
 Each is a small model with seeded random weights, as a checkpoint of its kind is saved, with its
 expected.json beside it:
 
-- one label (bert, xlm-roberta, modernbert, electra), as CrossEncoder.save_pretrained writes it: "pairs", their
+- one label (bert, xlm-roberta, modernbert, electra, deberta-rerank), as CrossEncoder.save_pretrained writes it: "pairs", their
   "logits", and "scores", which are CrossEncoder.predict's with the activation of the model (the sigmoid).
-- more (roberta, distilbert), as transformers saves it: "texts", their "logits", and "probs" by the
+- more (roberta, distilbert, deberta), as transformers saves it: "texts", their "logits", and "probs" by the
   config's problem_type (softmax for single_label_classification, sigmoid for multi_label_classification);
   and "pairs" with "pair_logits".
 - models of natural language inference (nli-bert, nli-roberta), as transformers saves them: "cases" of
@@ -32,9 +32,9 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import (
     AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
-    DistilBertConfig, DistilBertForSequenceClassification, ElectraConfig, ElectraForSequenceClassification,
-    ModernBertForSequenceClassification, RobertaConfig, RobertaForSequenceClassification, XLMRobertaConfig,
-    XLMRobertaForSequenceClassification, pipeline,
+    DebertaV2ForSequenceClassification, DistilBertConfig, DistilBertForSequenceClassification, ElectraConfig,
+    ElectraForSequenceClassification, ModernBertForSequenceClassification, RobertaConfig,
+    RobertaForSequenceClassification, XLMRobertaConfig, XLMRobertaForSequenceClassification, pipeline,
 )
 
 sys.dont_write_bytecode = True
@@ -231,8 +231,26 @@ def nli_roberta():
     inference("nli-roberta", RobertaForSequenceClassification(config), tokenizer)
 
 
+def deberta():
+    """A model of natural language inference, as those for zero-shot classification."""
+    tokenizer = shared.deberta_pieces(300, model_max_length=64)
+    names = ("entailment", "neutral", "contradiction")
+    config = shared.deberta_config(
+        tokenizer, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)},
+        problem_type="single_label_classification")
+    classifier("deberta", DebertaV2ForSequenceClassification(config), tokenizer)
+
+
+def deberta_rerank():
+    """Without model_max_length: the limit is max_position_embeddings, as of deberta-v3-base."""
+    tokenizer = shared.deberta_pieces(300)
+    config = shared.deberta_config(tokenizer, num_labels=1)
+    reranker("deberta-rerank", DebertaV2ForSequenceClassification(config), tokenizer)
+
+
 MADE = {"bert": bert, "xlm-roberta": xlm_roberta, "roberta": roberta, "distilbert": distilbert,
-        "modernbert": modernbert, "electra": electra, "nli-bert": nli_bert, "nli-roberta": nli_roberta}
+        "modernbert": modernbert, "electra": electra, "nli-bert": nli_bert, "nli-roberta": nli_roberta,
+        "deberta": deberta, "deberta-rerank": deberta_rerank}
 
 
 def main():

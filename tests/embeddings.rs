@@ -130,6 +130,8 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
         "tiny-dense",
         "tiny-dense-tanh",
         "tiny-layer-norm",
+        "tiny-deberta",
+        "tiny-deberta-v2",
     ] {
         assert_equals_fixture(&mut load(&fixture(name)), name);
     }
@@ -160,6 +162,34 @@ fn weights_of_pytorch_give_the_same_vectors_as_safetensors() {
         std::fs::write(folder.path().join("model.safetensors"), "").expect("written");
         let error = load_error(&folder).to_string();
         assert!(error.contains("model.safetensors: not a whole safetensors file"), "{error}");
+    }
+}
+
+#[test]
+fn each_property_of_deberta_changes_the_vectors_as_in_the_reference() {
+    let source = fixture("tiny-deberta-v2");
+    let file = std::fs::read(source.join("variants.json")).expect("a fixture");
+    let variants: Vec<Value> = serde_json::from_slice(&file).expect("a list");
+    for variant in &variants {
+        let folder = tempfile::tempdir().expect("a folder");
+        for entry in source.read_dir().expect("a folder") {
+            let entry = entry.expect("a file");
+            std::os::unix::fs::symlink(entry.path(), folder.path().join(entry.file_name())).expect("a link");
+        }
+        let config = folder.path().join("config.json");
+        let mut changed: Value =
+            serde_json::from_slice(&std::fs::read(&config).expect("a file")).expect("JSON");
+        for (name, value) in variant["change"].as_object().expect("properties") {
+            changed[name] = value.clone();
+        }
+        std::fs::remove_file(&config).expect("a link");
+        std::fs::write(&config, changed.to_string()).expect("a file");
+        let together = answer(&mut load(folder.path()), &json!({ "input": variant["texts"] }));
+        for (index, vector_of_text) in variant["vectors"].as_array().expect("vectors").iter().enumerate() {
+            let theirs: Vec<f64> = serde_json::from_value(vector_of_text.clone()).expect("numbers");
+            let what = variant["change"].to_string();
+            assert_close(&vector(&together, index), &theirs, TOLERANCE, &what);
+        }
     }
 }
 

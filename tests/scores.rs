@@ -12,11 +12,12 @@ use serde_json::{Value, json};
 
 const TOLERANCE: f64 = 1e-5;
 /// Models with one label.
-const SCORERS: [&str; 4] = ["score-bert", "score-xlm-roberta", "score-modernbert", "score-electra"];
+const SCORERS: [&str; 5] =
+    ["score-bert", "score-xlm-roberta", "score-modernbert", "score-electra", "score-deberta-rerank"];
 /// Models of natural language inference.
 const INFERENCE: [&str; 2] = ["score-nli-bert", "score-nli-roberta"];
 /// Models with several.
-const CLASSIFIERS: [&str; 2] = ["score-roberta", "score-distilbert"];
+const CLASSIFIERS: [&str; 3] = ["score-roberta", "score-distilbert", "score-deberta"];
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)

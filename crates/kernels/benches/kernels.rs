@@ -11,8 +11,8 @@ use sconce_kernels::causal::{CrossSpan, attend_across};
 use sconce_kernels::feed_forward::{FeedForward, FeedForwardWeights};
 use sconce_kernels::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
 use sconce_kernels::{
-    Activation, CpuFeatures, Epilogue, Group, Linear, Matrix, Norm, NumberFormat, Panels, PositionTerms,
-    RowFormat, may_use_int16, multiply_rows, use_features,
+    Activation, CpuFeatures, Disentangled, Epilogue, Group, Linear, Matrix, Norm, NumberFormat, Panels,
+    PositionTerms, RowFormat, may_use_int16, multiply_rows, use_features,
 };
 
 // The program uses mimalloc, too. With the system's allocator, large outputs cost page faults.
@@ -120,6 +120,19 @@ fn attention(criterion: &mut Criterion) {
             let run = |x: &mut Vec<f32>| {
                 sublayer.attend(x, &lengths, &PositionTerms::default(), Epilogue::Norm(&norm))
             };
+            bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
+        });
+    }
+    // Disentangled attention, with the 512 vectors of DeBERTa v3: far tokens share the first and the last ones.
+    let vectors = || noise(HIDDEN * 512);
+    let by_distance = (-511_i32..=511).map(|distance| (256 - distance).clamp(0, 511) as u32).collect();
+    let disentangled = Disentangled::new(vectors(), &vectors(), noise(HIDDEN), by_distance);
+    let position_terms =
+        PositionTerms { disentangled: Some(disentangled.into()), ..PositionTerms::default() };
+    for length in [32, 128, 512] {
+        let lengths = vec![length; TOKENS / length];
+        group.bench_function(BenchmarkId::new("disentangled sublayer", length), |bencher| {
+            let run = |x: &mut Vec<f32>| sublayer.attend(x, &lengths, &position_terms, Epilogue::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });
     }

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `cpu` | which vector units kernels are compiled for and run on |
 //! | `gemm` | layouts of matrices, matrix products, products with few rows (`gemv`), which number formats are fast |
-//! | `attention`, `positions` | attention of texts over all their tokens, and its positional terms |
+//! | `attention`, `positions`, `disentangled` | attention of texts over all their tokens, and its positional terms |
 //! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
 //! | `convolution`, `time_convolution` | convolution of images; convolution of sequences over time |
@@ -22,6 +22,7 @@ pub mod causal;
 pub mod convolution;
 mod convolution_block;
 mod cpu;
+mod disentangled;
 mod exp;
 pub mod feed_forward;
 mod gemm;
@@ -35,6 +36,7 @@ pub use activation::{Activation, activate, gate};
 pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
 pub use convolution_block::ConvolutionBlock;
 pub use cpu::{CpuFeatures, may_use_int16, may_use_vnni, use_features};
+pub use disentangled::Disentangled;
 pub use exp::{exponentials, largest};
 pub use gemm::{
     Bf16Products, Group, Linear, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat,

@@ -1,6 +1,9 @@
-//! Positional terms of attention: relative bias, rotary embedding, sliding window. Owns their tables.
+//! Positional terms of attention: relative bias, rotary embedding, sliding window, and the vectors of disentangled
+//! attention. Owns their tables.
 
 use std::sync::Arc;
+
+use crate::disentangled::Disentangled;
 
 /// The positional terms of one layer; by default none.
 #[derive(Clone, Debug, Default)]
@@ -11,12 +14,14 @@ pub struct PositionTerms {
     pub rotary: Option<Arc<Rotary>>,
     /// Sliding window: a token attends to tokens up to this distance.
     pub window: Option<usize>,
+    /// The vectors of relative positions, if attention is disentangled.
+    pub disentangled: Option<Arc<Disentangled>>,
 }
 
 impl PositionTerms {
     /// Whether there are no positional terms: scores depend on the tokens' vectors alone.
     pub fn is_empty(&self) -> bool {
-        self.bias.is_none() && self.rotary.is_none() && self.window.is_none()
+        self.bias.is_none() && self.rotary.is_none() && self.window.is_none() && self.disentangled.is_none()
     }
 
     /// Applies bias and window to the scores of one head, before the softmax. The scores are those of the query at
@@ -145,7 +150,8 @@ mod tests {
     #[test]
     fn the_bias_depends_on_distance_and_the_window_masks_far_tokens() {
         let bias = RelativeBias::new(2, 4, |head, distance| head as f32 * 100.0 + distance as f32);
-        let position_terms = PositionTerms { bias: Some(Arc::new(bias)), rotary: None, window: Some(1) };
+        let position_terms =
+            PositionTerms { bias: Some(Arc::new(bias)), window: Some(1), ..PositionTerms::default() };
         let mut scores = [0.5; 4];
         position_terms.apply(1, 2, &mut scores);
         assert_eq!(scores, [f32::NEG_INFINITY, 99.5, 100.5, 101.5]);

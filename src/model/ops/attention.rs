@@ -6,6 +6,7 @@ use sconce_kernels::attention::{Attention, multiply_vector};
 use sconce_kernels::{NumberFormat, PositionTerms};
 
 use super::add_norm::Epilogue;
+use super::position_terms::relative_vectors;
 use super::{host_values, rows_of};
 
 mod composed;
@@ -24,8 +25,9 @@ pub struct SelfAttention {
 enum Weights {
     /// For a CPU, if the given weights are f32; kept in the format [`AttentionWeights::format`].
     Packed(Attention),
-    /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
-    Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
+    /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`, and the vectors of relative positions if attention is
+    /// disentangled.
+    Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor, relative: Option<[Tensor; 2]> },
     /// For a GPU with a kernel for these heads. `q_bias` is f32. The bias of the keys is left out, since it changes no
     /// attention weight. The bias of the values is multiplied by O and added to the bias of `epilogue`.
     #[cfg(feature = "cuda")]
@@ -77,6 +79,7 @@ impl SelfAttention {
             Weights::Plain {
                 qkv: Tensor::cat(&matrices, 0)?.t()?.contiguous()?,
                 qkv_bias: Tensor::cat(&biases, 0)?,
+                relative: relative_tensors(&position_terms, heads, &out)?,
                 out: out.t()?.contiguous()?,
             }
         };
@@ -99,9 +102,9 @@ impl SelfAttention {
                 })?;
                 Ok(x)
             }
-            Weights::Plain { qkv, qkv_bias, out } => {
+            Weights::Plain { qkv, qkv_bias, out, relative } => {
                 let qkv = x.matmul(qkv)?.broadcast_add(qkv_bias)?;
-                let attended = attention(&qkv, self.heads, lengths, &self.position_terms)?;
+                let attended = attention(&qkv, self.heads, lengths, &self.position_terms, relative.as_ref())?;
                 self.epilogue.apply(x, &attended.matmul(out)?)
             }
             #[cfg(feature = "cuda")]
@@ -128,6 +131,16 @@ impl SelfAttention {
         let attended = super::gpu::cuda::attend(&x.matmul(qkv)?, q_bias, *heads, planned)?;
         self.epilogue.apply(x, &attended.matmul(out)?)
     }
+}
+
+/// The vectors of relative positions, in the type and on the device of the matrix `out`.
+fn relative_tensors(
+    position_terms: &PositionTerms,
+    heads: usize,
+    out: &Tensor,
+) -> Result<Option<[Tensor; 2]>> {
+    let disentangled = position_terms.disentangled.as_deref();
+    disentangled.map(|it| relative_vectors(it, heads, out.dtype(), out.device())).transpose()
 }
 
 /// The CPU's kernel, applied to a batch.
@@ -179,7 +192,7 @@ fn kernel_weights(
 mod tests {
     use std::sync::Arc;
 
-    use sconce_kernels::{RelativeBias, Rotary};
+    use sconce_kernels::{Disentangled, RelativeBias, Rotary};
 
     use super::super::testing::{difference, noise, norm_params};
     use super::*;
@@ -204,8 +217,14 @@ mod tests {
         let AttentionWeights { qkv: [q, k, v], out, heads, position_terms, .. } = weights;
         let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
         let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
+        let relative = relative_tensors(&position_terms, heads, &out).unwrap();
         let out = out.t().unwrap().contiguous().unwrap();
-        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, position_terms, epilogue }
+        SelfAttention {
+            weights: Weights::Plain { qkv, qkv_bias, out, relative },
+            heads,
+            position_terms,
+            epilogue,
+        }
     }
 
     /// The largest difference between the results of the CPU's kernel (`Packed`) and of candle's operations.
@@ -229,6 +248,15 @@ mod tests {
         assert!(largest_error(2, 32, &[512], 0.2) < 1e-5);
     }
 
+    /// Vectors of relative positions for keys without a bias. Far distances share one of 11 vectors.
+    fn disentangled(hidden: usize, longest: usize) -> Disentangled {
+        let vectors =
+            |seed| noise(&[hidden, 11], 0.7, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let last = longest as i64 - 1;
+        let by_distance = (-last..=last).map(|distance| (5 - distance.clamp(-5, 5)) as u32).collect();
+        Disentangled::new(vectors(31), &vectors(32), vec![0.0; hidden], by_distance)
+    }
+
     #[test]
     fn the_kernel_equals_candles_operations_with_positional_terms() {
         let lengths = [1, 2, 17, 33, 70];
@@ -237,6 +265,7 @@ mod tests {
             PositionTerms { bias: Some(Arc::new(bias)), ..PositionTerms::default() },
             PositionTerms { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..PositionTerms::default() },
             PositionTerms { window: Some(5), ..PositionTerms::default() },
+            PositionTerms { disentangled: Some(Arc::new(disentangled(32, 70))), ..PositionTerms::default() },
         ];
         for position_terms in cases {
             let weights = || {

@@ -20,10 +20,10 @@ pub use feed_forward::{FeedForward, InputWeights};
 pub use position_terms::cos_sin;
 pub use sconce_kernels::convolution::{Clamp, Padding};
 pub use sconce_kernels::{
-    Activation, Bf16Products, Group, Linear, Matrix, NumberFormat, PackedWords, Panels, PositionTerms,
-    RelativeBias, Rotary, RowFormat, activate, bf16_products, causal, exponentials, fast_formats, gate,
-    in_parallel, kv, largest, layer_norm, may_use_int16, may_use_vnni, multiply_rows, multiply_together,
-    pooling, rms_norm, tanh, use_features,
+    Activation, Bf16Products, Disentangled, Group, Linear, Matrix, NumberFormat, PackedWords, Panels,
+    PositionTerms, RelativeBias, Rotary, RowFormat, activate, bf16_products, causal, exponentials,
+    fast_formats, gate, in_parallel, kv, largest, layer_norm, may_use_int16, may_use_vnni, multiply_rows,
+    multiply_together, pooling, rms_norm, tanh, use_features,
 };
 pub use time_convolution::TimeConvolution;
 

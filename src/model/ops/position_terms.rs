@@ -1,8 +1,8 @@
-//! The positional terms of attention (relative bias, rotary embedding, sliding window) as tensors for candle's
-//! operations.
+//! The positional terms of attention (relative bias, rotary embedding, sliding window, vectors of relative positions) as
+//! tensors for candle's operations.
 
-use candle_core::{Device, Result, Tensor};
-use sconce_kernels::{PositionTerms, Rotary};
+use candle_core::{DType, Device, Result, Tensor};
+use sconce_kernels::{Disentangled, PositionTerms, Rotary};
 
 /// The terms that [`PositionTerms::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
 ///
@@ -19,6 +19,59 @@ pub fn score_terms(
         position_terms.apply(index / n, index % n, scores);
     }
     Tensor::from_vec(terms, (heads, n, n), device)
+}
+
+/// The position keys and position queries of disentangled attention as tensors, each `[heads, d, vectors]`.
+///
+/// # Errors
+/// The device fails.
+pub fn relative_vectors(
+    disentangled: &Disentangled,
+    heads: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<[Tensor; 2]> {
+    let [keys, queries] = disentangled.vectors();
+    let hidden = disentangled.hidden();
+    let tensor = |rows: &[f32]| {
+        Tensor::from_slice(rows, (heads, hidden / heads, rows.len() / hidden), device)?.to_dtype(dtype)
+    };
+    Ok([tensor(keys)?, tensor(queries)?])
+}
+
+/// What disentangled attention adds to the scores of texts of `n` tokens: `[texts, heads, n, n]`. `queries`, which are
+/// scaled, and `keys` are `[texts, heads, n, d]`, and `vectors` those of [`relative_vectors`].
+///
+/// # Errors
+/// Shapes or types do not match, or the device fails.
+pub fn relative_scores(
+    disentangled: &Disentangled,
+    [position_keys, position_queries]: &[Tensor; 2],
+    queries: &Tensor,
+    keys: &Tensor,
+) -> Result<Tensor> {
+    let mut indices = disentangled.indices(queries.dim(2)?).to_vec();
+    let in_order = |vectors: &Tensor, indices: &[u32]| {
+        vectors.index_select(&Tensor::from_slice(indices, indices.len(), vectors.device())?, 2)
+    };
+    let of_queries = queries.broadcast_matmul(&in_order(position_keys, &indices)?)?;
+    // Seen from a key, distances have the opposite sign.
+    indices.reverse();
+    let of_keys = keys.broadcast_matmul(&in_order(position_queries, &indices)?)?;
+    by_token(&of_queries)? + by_token(&of_keys)?.t()?
+}
+
+/// `[…, n, n]` from products with the vectors of all distances, `[…, n, 2·n - 1]`: number `j` of row `i` is the product for
+/// the distance `j - i`.
+fn by_token(products: &Tensor) -> Result<Tensor> {
+    let (texts, heads, n, distances) = products.dims4()?;
+    if n == 1 {
+        return Ok(products.clone());
+    }
+    // In rows that are one number shorter, each row begins one distance earlier than the row before.
+    let numbers = products.reshape((texts, heads, n * distances))?;
+    let numbers = numbers.narrow(2, n - 1, n * (distances - 1))?.contiguous()?;
+    numbers.reshape((texts, heads, n, distances - 1))?.narrow(3, 0, n)
 }
 
 /// The cosines and sines of the rotation at these positions, each `[positions, half]`, in f32.

@@ -285,7 +285,7 @@ mod tests {
     #[test]
     fn the_first_tokens_of_a_long_text_equal_those_of_the_whole_text() {
         let prose = "Über  die “ﬁne” 中文 art,\tof tokenising: e\u{301}clairs\u{a0}&c. don’t x1234567890 ";
-        for name in ["tiny-bert-cls", "tiny-xlm-roberta", "tiny-modernbert", "tiny-mpnet"] {
+        for name in ["tiny-bert-cls", "tiny-xlm-roberta", "tiny-modernbert", "tiny-mpnet", "tiny-deberta"] {
             let folder = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
             let processor = load(&LoadSpec::new(&folder), &Device::Cpu).unwrap().0;
             let path = format!("{folder}/tokenizer.json");

@@ -130,8 +130,16 @@ mod tests {
             let (qv, keys) = (noise(&[before + n, qv_width], 1.0, 1), noise(&[2 * d, stride], 1.0, 2));
             let position_terms = &PositionTerms { window: Some(40), ..PositionTerms::default() };
             let rows = before..before + n;
-            let text =
-                || Text { qv: &qv, qv_width, keys: &keys, stride, rows: rows.clone(), heads, position_terms };
+            let text = || Text {
+                qv: &qv,
+                qv_width,
+                keys: &keys,
+                stride,
+                rows: rows.clone(),
+                heads,
+                position_terms,
+                relative: None,
+            };
             let packed: Vec<PackedHead> = (0..2)
                 .map(|head| {
                     let mut packed = PackedHead::default();

@@ -2,9 +2,10 @@
 //! text attends to its own tokens. The texts of a batch follow each other without padding. Decides the layout of the
 //! weights: attention reads queries, values and transposed keys as the projections wrote them, and copies nothing.
 //!
-//! The keys have no bias: it would add the same number to all scores of a query, which the softmax removes. The bias of
-//! the values becomes a constant after O, because the softmax weights sum to one. The caller computes this constant
-//! with [`multiply_vector`], and adds it to the bias.
+//! The keys have no bias: it would add the same number to all scores of a query, which the softmax removes. Only
+//! disentangled attention adds it, since there keys are multiplied by vectors of positions too. The bias of the values
+//! becomes a constant after O, because the softmax weights sum to one. The caller computes this constant with
+//! [`multiply_vector`], and adds it to the bias.
 
 use std::cell::RefCell;
 use std::mem;
@@ -20,7 +21,7 @@ use crate::gemm::{
 };
 use crate::positions::{PositionTerms, positions_in_texts};
 use long::{LONG, PackedHead};
-use text::{Heads, Text};
+use text::{Heads, ROWS, Text};
 
 /// The largest number of queries of one text that one part of the parallel work computes.
 const MAX_PART_QUERIES: usize = 64;
@@ -131,6 +132,8 @@ struct Scratch {
     x: Panels,
     /// Keys, transposed: `[hidden, stride]`.
     keys: Vec<f32>,
+    /// The vectors of relative positions, if attention is disentangled.
+    relative: Vec<f32>,
     /// The heads of each long text.
     packed_heads: Vec<PackedHead>,
     /// The output of the heads: `[tokens, heads·d_values]`.
@@ -187,6 +190,10 @@ impl Batch<'_> {
                 });
             }
         }
+        if let Some(disentangled) = &self.position_terms.disentangled {
+            let keys = scratch.keys.chunks_exact_mut(stride).zip(disentangled.k_bias());
+            in_parallel(keys, |(keys, bias)| keys.iter_mut().for_each(|x| *x += bias));
+        }
         stride
     }
 
@@ -214,7 +221,14 @@ impl Batch<'_> {
             starts += n;
             starts - n..starts
         });
-        let long_texts: Vec<Range<usize>> = texts.filter(|rows| rows.len() >= LONG).collect();
+        let disentangled = self.position_terms.disentangled.as_deref();
+        // Only `text` computes disentangled attention.
+        let is_long = |rows: &Range<usize>| rows.len() >= LONG && disentangled.is_none();
+        let long_texts: Vec<Range<usize>> = texts.filter(is_long).collect();
+        let longest = self.lengths.iter().copied().max().unwrap_or(0);
+        let relative = disentangled
+            .filter(|_| longest > 0)
+            .map(|it| it.in_order(longest, ROWS - 1, &mut scratch.relative));
         scratch.packed_heads.resize_with(long_texts.len() * heads.count, PackedHead::default);
         let text = |rows: Range<usize>| Text {
             qv: &scratch.qv,
@@ -224,6 +238,7 @@ impl Batch<'_> {
             rows,
             heads: *heads,
             position_terms: self.position_terms,
+            relative,
         };
         let heads_of_texts =
             long_texts.iter().flat_map(|rows| (0..heads.count).map(move |head| (rows, head)));
@@ -277,6 +292,7 @@ mod tests {
 
     use super::*;
     use crate::add_norm::Norm;
+    use crate::disentangled::Disentangled;
     use crate::positions::{RelativeBias, Rotary};
     use crate::testing::{difference, linear, noise, on_every_cpu, to_f64};
 
@@ -294,6 +310,42 @@ mod tests {
         matrices: [Vec<f32>; 4],
         q_bias: Vec<f32>,
         heads: usize,
+    }
+
+    /// The number of the test's vectors of relative positions.
+    const VECTORS: usize = 9;
+
+    /// The vector of a distance: far distances share one, and near ones are not in order.
+    fn vector_of(distance: isize) -> usize {
+        (distance.clamp(-4, 4) + 4) as usize * 5 % VECTORS
+    }
+
+    /// What relative positions add to the score of a head's query and key, whose first number is `first` of all heads'.
+    fn of_positions(
+        q: &[f64],
+        k: &[f64],
+        first: usize,
+        disentangled: &Disentangled,
+        key: usize,
+        position: usize,
+    ) -> f64 {
+        let vector = vector_of(key as isize - position as isize);
+        let [keys, queries] = disentangled.vectors();
+        let number = |rows: &[f32], index: usize| f64::from(rows[(first + index) * VECTORS + vector]);
+        let scale = 1.0 / (q.len() as f64).sqrt();
+        let terms = q.iter().zip(k).enumerate().map(|(index, (q, k))| {
+            let k = k + f64::from(disentangled.k_bias()[first + index]);
+            q * number(keys, index) * scale + k * number(queries, index)
+        });
+        terms.sum()
+    }
+
+    fn disentangled(hidden: usize, longest: usize) -> PositionTerms {
+        let vectors = |seed| noise(&[hidden, VECTORS], 0.7, seed);
+        let last = longest as isize - 1;
+        let by_distance = (-last..=last).map(|distance| vector_of(distance) as u32).collect();
+        let relative = Disentangled::new(vectors(31), &vectors(32), noise(&[hidden], 0.5, 33), by_distance);
+        PositionTerms { disentangled: Some(Arc::new(relative)), ..PositionTerms::default() }
     }
 
     impl TestWeights {
@@ -346,10 +398,13 @@ mod tests {
                 (0..q.len() / hidden).flat_map(|row| (0..self.heads).map(move |head| (row, head)))
             {
                 let numbers_of = |row: usize| row * hidden + head * d..row * hidden + (head + 1) * d;
+                let relative = position_terms.disentangled.as_deref();
                 let product = |key: usize| {
-                    let sum: f64 =
-                        q[numbers_of(position)].iter().zip(&k[numbers_of(key)]).map(|(a, b)| a * b).sum();
-                    (sum / (d as f64).sqrt()) as f32
+                    let (q, k) = (&q[numbers_of(position)], &k[numbers_of(key)]);
+                    let content: f64 = q.iter().zip(k).map(|(a, b)| a * b).sum();
+                    let score = content / (d as f64).sqrt();
+                    let with_positions = |it| score + of_positions(q, k, head * d, it, key, position);
+                    relative.map_or(score, with_positions) as f32
                 };
                 let mut scores: Vec<f32> = (0..k.len() / hidden).map(product).collect();
                 position_terms.apply(head, position, &mut scores);
@@ -416,6 +471,33 @@ mod tests {
     }
 
     #[test]
+    fn disentangled_attention_equals_its_formula_for_any_length_and_head_size_on_every_cpu() {
+        on_every_cpu(|| {
+            for (heads, d) in [(3, 32), (4, 8), (3, 5), (1, 1)] {
+                let lengths = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65];
+                let position_terms = disentangled(heads * d, 70);
+                let error = TestWeights::new(heads, d, 0.2).largest_error(&lengths, &position_terms);
+                assert!(error < 2e-5, "{heads} heads of {d}: {error}");
+            }
+            let error =
+                TestWeights::new(2, 8, 0.2).largest_error(&[3, LONG + 1], &disentangled(16, LONG + 1));
+            assert!(error < 2e-5, "a long text: {error}");
+        });
+    }
+
+    #[test]
+    fn disentangled_attention_gives_the_same_bits_by_any_number_of_threads() {
+        let (attention, terms) = (TestWeights::new(4, 8, 0.5).packed(), disentangled(32, 150));
+        let run = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut x = noise(&[200, 32], 1.0, 1);
+            pool.install(|| attention.attend(&mut x, &[150, 50], &terms, Epilogue::Bias(&[0.5; 32])));
+            x
+        };
+        assert_eq!(run(1), run(3));
+    }
+
+    #[test]
     fn large_scores_do_not_overflow() {
         on_every_cpu(|| {
             assert!(TestWeights::new(2, 32, 4.0).largest_error(&[9, 40], &PositionTerms::default()) < 1e-3)
@@ -427,10 +509,12 @@ mod tests {
         on_every_cpu(|| {
             let attention = TestWeights::new(4, 8, 0.5).packed();
             let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5, is_centred: true };
-            for (before, length) in [(11, 19), (LONG, LONG + 5)] {
+            let texts = [(11, 19), (LONG, LONG + 5)].map(|lengths| (lengths, PositionTerms::default()));
+            let with_positions = [(11, 19), (40, 19)].map(|lengths| (lengths, disentangled(32, 64)));
+            for ((before, length), terms) in texts.into_iter().chain(with_positions) {
                 let x = noise(&[before + length, 32], 1.0, 1);
                 let (mut together, mut alone) = (x.clone(), x[before * 32..].to_vec());
-                let (lengths, terms) = ([before, length], PositionTerms::default());
+                let lengths = [before, length];
                 attention.attend(&mut together, &lengths, &terms, Epilogue::Norm(&norm));
                 attention.attend(&mut alone, &[length], &terms, Epilogue::Norm(&norm));
                 assert_eq!(together[before * 32..], alone, "{length}");

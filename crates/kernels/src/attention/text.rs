@@ -8,12 +8,13 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
+use crate::disentangled::RelativeVectors;
 use crate::exp::exp;
 use crate::gemm::COLUMNS;
 use crate::positions::PositionTerms;
 
 /// Queries that are computed together, in one tile.
-const ROWS: usize = 4;
+pub const ROWS: usize = 4;
 
 /// The sizes of the heads.
 #[derive(Clone, Copy)]
@@ -38,6 +39,8 @@ pub struct Text<'a> {
     pub heads: Heads,
     /// The positional terms. Queries and keys are rotated already.
     pub position_terms: &'a PositionTerms,
+    /// The vectors of relative positions, if attention is disentangled.
+    pub relative: Option<RelativeVectors<'a>>,
 }
 
 impl<'a> Text<'a> {
@@ -62,13 +65,13 @@ thread_local! {
     static SCORES: RefCell<Vec<f32>> = RefCell::default();
 }
 
-impl WithSimd for Attend<'_> {
+impl<'a> WithSimd for Attend<'a> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { text, queries, out } = self;
-        let Text { qv, qv_width, keys, stride, rows, heads, position_terms } = text;
+        let Text { qv, qv_width, keys, stride, rows, heads, position_terms, relative } = text;
         let Heads { count, d, d_values } = heads;
         let (n, width) = (rows.len(), count * d_values);
         let n_keys = n.next_multiple_of(COLUMNS * S::F32_LANES);
@@ -82,12 +85,28 @@ impl WithSimd for Attend<'_> {
             for (query, out) in queries.clone().step_by(ROWS).zip(out.chunks_mut(ROWS * width)) {
                 // If the last group has fewer than ROWS queries, its last one is computed again.
                 let q = |row: usize| &qv[(query + row).min(queries.end - 1) * qv_width + head * d..][..d];
-                keys.multiply(simd, [q(0), q(1), q(2), q(3)], n_keys, |column, sums| {
+                let tile = [q(0), q(1), q(2), q(3)];
+                let store = |column: usize, sums: [[S::f32s; COLUMNS]; ROWS]| {
                     for (row, sums) in scores.chunks_exact_mut(n_keys).zip(sums) {
                         let to = &mut row[column..][..COLUMNS * S::F32_LANES];
                         S::as_mut_simd_f32s(to).0.copy_from_slice(&sums);
                     }
-                });
+                };
+                match relative {
+                    None => keys.multiply(simd, tile, n_keys, store),
+                    Some(RelativeVectors { rows: vectors, stride, center }) => {
+                        // The distance of the first key from the last query of the tile.
+                        let first = center - (query - rows.start) - (ROWS - 1);
+                        let vectors = vectors.split_at(vectors.len() / 2);
+                        let of_head = |vectors: &'a [f32]| Columns {
+                            rows: &vectors[head * d * stride..][..d * stride],
+                            stride,
+                            first,
+                        };
+                        let positions = [of_head(vectors.0), of_head(vectors.1)];
+                        keys.multiply_disentangled(simd, tile, &positions, n_keys, store);
+                    }
+                }
                 for (index, row) in scores.chunks_exact_mut(n_keys).enumerate() {
                     let position = (query + index).min(queries.end - 1) - rows.start;
                     position_terms.apply(head, position, &mut row[..n]);
@@ -143,6 +162,47 @@ impl Columns<'_> {
                     let x = simd.splat_f32s(*x);
                     for (sum, y) in sums.iter_mut().zip(row) {
                         *sum = simd.mul_add_e_f32s(x, *y, *sum);
+                    }
+                }
+            }
+            then(column, sums);
+        }
+    }
+
+    /// The scores of disentangled attention. Multiplies four queries by the sums of these keys and of the position keys, and
+    /// adds the products of the keys and the position queries. The position keys and position queries are the columns
+    /// for the last query. A query's columns are one further than those of the query after it.
+    #[inline(always)]
+    fn multiply_disentangled<S: Simd>(
+        &self,
+        simd: S,
+        [a, b, c, d]: [&[f32]; ROWS],
+        [position_keys, position_queries]: &[Columns<'_>; 2],
+        width: usize,
+        mut then: impl FnMut(usize, [[S::f32s; COLUMNS]; ROWS]),
+    ) {
+        let block = COLUMNS * S::F32_LANES;
+        for column in (0..width).step_by(block) {
+            let mut sums = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
+            let positions = position_keys
+                .rows
+                .chunks_exact(position_keys.stride)
+                .zip(position_queries.rows.chunks_exact(position_queries.stride));
+            let rows = self.rows.chunks_exact(self.stride).zip(positions);
+            for ((((row, (of_keys, of_queries)), (a, b)), c), d) in rows.zip(a.iter().zip(b)).zip(c).zip(d) {
+                let row = S::as_simd_f32s(&row[self.first + column..][..block]).0;
+                // One check of the bounds for the four queries.
+                let of_keys = &of_keys[position_keys.first + column..][..block + ROWS - 1];
+                let of_queries = &of_queries[position_queries.first + column..][..block + ROWS - 1];
+                for (index, (sums, x)) in sums.iter_mut().zip([a, b, c, d]).enumerate() {
+                    let x = simd.splat_f32s(*x);
+                    let of_keys = S::as_simd_f32s(&of_keys[ROWS - 1 - index..][..block]).0;
+                    let of_queries = S::as_simd_f32s(&of_queries[ROWS - 1 - index..][..block]).0;
+                    for (((sum, key), of_key), of_query) in
+                        sums.iter_mut().zip(row).zip(of_keys).zip(of_queries)
+                    {
+                        *sum = simd.mul_add_e_f32s(x, simd.add_f32s(*key, *of_key), *sum);
+                        *sum = simd.mul_add_e_f32s(*key, *of_query, *sum);
                     }
                 }
             }

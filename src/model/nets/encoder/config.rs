@@ -1,6 +1,7 @@
 //! Reads the network's `config.json`: architecture and sizes. Decides which properties are supported. Refuses a
 //! property with which the results would differ from those of the reference implementation.
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -29,11 +30,13 @@ pub enum Family {
     /// `t5`: the encoder of T5. Norms without means come before their sublayers; a relative attention bias and no biases
     /// of linear layers.
     T5,
+    /// `deberta-v2`, also DeBERTa v3: as BERT, with disentangled attention.
+    Deberta,
 }
 
 impl Family {
     /// The architectures by `model_type`.
-    pub const ALL: [(&'static str, Self); 10] = [
+    pub const ALL: [(&'static str, Self); 11] = [
         ("bert", Self::Bert),
         ("roberta", Self::Roberta),
         ("xlm-roberta", Self::Roberta),
@@ -44,9 +47,10 @@ impl Family {
         ("modernbert", Self::ModernBert),
         ("electra", Self::Electra),
         ("t5", Self::T5),
+        ("deberta-v2", Self::Deberta),
     ];
     /// The names of the architectures.
-    pub const NAMES: [&'static str; 10] = names(&Self::ALL);
+    pub const NAMES: [&'static str; 11] = names(&Self::ALL);
 
     /// The prefix of tensor names if the file was saved from a model with a head.
     pub fn base(self) -> &'static str {
@@ -59,6 +63,7 @@ impl Family {
             Self::Electra => "electra",
             // The published files have no prefix.
             Self::T5 => "transformer",
+            Self::Deberta => "deberta",
         }
     }
 
@@ -70,11 +75,6 @@ impl Family {
             _ => "embeddings.word_embeddings.weight",
         }
     }
-
-    /// Whether there are position embeddings.
-    pub fn has_positions(self) -> bool {
-        !matches!(self, Self::Nomic | Self::ModernBert | Self::T5)
-    }
 }
 
 /// The largest sizes that are accepted, far above those of any model. Some sizes are not confirmed by the shape of any
@@ -82,6 +82,9 @@ impl Family {
 const MAX_LAYERS: usize = 1 << 12;
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_POSITIONS: usize = 1 << 17;
+/// The vectors of relative positions are computed for each layer. This is the largest number of their numbers in all
+/// layers: 1 GiB.
+const MAX_RELATIVE_NUMBERS: usize = 1 << 28;
 
 /// A network's sizes.
 #[derive(Clone, Debug)]
@@ -90,8 +93,8 @@ pub struct NetworkConfig {
     pub family: Family,
     /// Width of a token's vector.
     pub hidden: usize,
-    /// The width of the embeddings, if a linear layer projects them to the width of a token's vector.
-    pub embedding: Option<usize>,
+    /// The width of the embeddings. If it is not that of a token's vector, a linear layer projects them.
+    pub embedding: usize,
     /// Blocks of attention and feed-forward.
     pub layers: usize,
     /// Heads in a block.
@@ -116,6 +119,36 @@ pub struct NetworkConfig {
     pub position_terms: Vec<LayerPositionTerms>,
     /// Whether a head for labels takes the mean of the tokens' vectors instead of the first.
     pub head_uses_mean: bool,
+    /// The properties of DeBERTa.
+    pub deberta: Option<Deberta>,
+}
+
+/// The properties that only DeBERTa has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deberta {
+    /// Whether position embeddings are added to those of the tokens (`position_biased_input`).
+    pub has_positions: bool,
+    /// The number of terms of a score: scores are divided by the root of this number times the width of a head.
+    pub score_terms: usize,
+    /// Relative positions, if a score depends on them.
+    pub relative: Option<RelativePositions>,
+}
+
+/// The vectors of relative positions, by which scores depend on the distance of a token from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RelativePositions {
+    /// Whether queries are multiplied by position keys (`c2p` in `pos_att_type`).
+    pub has_keys: bool,
+    /// Whether keys are multiplied by position queries (`p2c` in `pos_att_type`).
+    pub has_queries: bool,
+    /// Whether the layer's own projections make them (`share_att_key`); otherwise there are further projections.
+    pub shares_projections: bool,
+    /// Half the number of vectors: those of tokens before and of tokens after another one.
+    pub span: usize,
+    /// The distance from which on all tokens share a vector, if far tokens share vectors (`position_buckets`).
+    pub farthest: Option<usize>,
+    /// Whether LayerNorm is applied to the vectors before the projections (`norm_rel_ebd`).
+    pub has_norm: bool,
 }
 
 /// The positional terms of a layer.
@@ -203,6 +236,14 @@ impl NetworkConfig {
         Ok(config)
     }
 
+    /// Whether there are position embeddings.
+    pub fn has_positions(&self) -> bool {
+        match self.deberta {
+            Some(deberta) => deberta.has_positions,
+            None => !matches!(self.family, Family::Nomic | Family::ModernBert | Family::T5),
+        }
+    }
+
     /// The largest number of tokens of a text, by the number of positions.
     pub fn max_tokens(&self) -> usize {
         self.positions.saturating_sub(self.padding.map_or(0, |id| id as usize + 1))
@@ -212,7 +253,7 @@ impl NetworkConfig {
         let Self { hidden, heads, positions, .. } = *self;
         for (name, size, max) in [
             ("the width", hidden, MAX_WIDTH),
-            ("embedding_size", self.embedding.unwrap_or(hidden), MAX_WIDTH),
+            ("embedding_size", self.embedding, MAX_WIDTH),
             ("the width of the feed-forward sublayer", self.inner, MAX_WIDTH),
             ("max_position_embeddings", positions, MAX_POSITIONS),
         ] {
@@ -222,6 +263,9 @@ impl NetworkConfig {
         }
         if hidden == 0 || heads == 0 || hidden % heads != 0 {
             return Err(format!("hidden_size {hidden} does not divide into {heads} heads"));
+        }
+        if let Some(relative) = self.deberta.and_then(|deberta| deberta.relative) {
+            relative.check(self.layers, hidden)?;
         }
         if self.position_terms.iter().any(|it| it.rotary.is_some()) && hidden / heads % 2 != 0 {
             return Err(format!("heads of {} numbers cannot be rotated in pairs", hidden / heads));
@@ -243,7 +287,9 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         _ => None,
     };
     let token_types = match family {
-        Family::Bert | Family::Roberta | Family::Electra => raw.optional(&["type_vocab_size"])?.unwrap_or(0),
+        Family::Bert | Family::Roberta | Family::Electra | Family::Deberta => {
+            raw.optional(&["type_vocab_size"])?.unwrap_or(0)
+        }
         _ => 0,
     };
     let activation: Option<String> = raw.optional(&["hidden_act", "activation", "hidden_activation"])?;
@@ -255,21 +301,25 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         raw.only("classifier_activation", &"gelu".into())?;
         (raw.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(raw, layers)?)
     } else {
-        (raw.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerPositionTerms::default(); layers])
+        let usual_eps = if family == Family::Deberta { 1e-7 } else { 1e-12 };
+        let eps = raw.optional(&["layer_norm_eps"])?.unwrap_or(usual_eps);
+        (eps, vec![LayerPositionTerms::default(); layers])
     };
     let pooling: Option<String> = raw.optional(&["classifier_pooling"])?;
     let hidden = raw.required(&["hidden_size", "dim"])?;
-    // The reference implementation has this default in its code.
+    // The reference implementation has these defaults in its code.
     let embedding = match family {
         Family::Electra => raw.optional(&["embedding_size"])?.unwrap_or(128),
+        Family::Deberta => raw.optional(&["embedding_size"])?.unwrap_or(hidden),
         _ => hidden,
     };
+    let heads = raw.required(&["num_attention_heads", "n_heads"])?;
     Ok(NetworkConfig {
         family,
         hidden,
-        embedding: Some(embedding).filter(|width| *width != hidden),
+        embedding,
         layers,
-        heads: raw.required(&["num_attention_heads", "n_heads"])?,
+        heads,
         inner: raw.required(&["intermediate_size", "hidden_dim"])?,
         vocabulary: raw.required(&["vocab_size"])?,
         positions: raw.required(&["max_position_embeddings"])?,
@@ -288,7 +338,86 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         is_gated: family == Family::ModernBert,
         position_terms,
         head_uses_mean: pooling.as_deref() == Some("mean"),
+        deberta: (family == Family::Deberta).then(|| deberta(raw, hidden, heads)).transpose()?,
     })
+}
+
+/// A list of names, in one text with `|` between them, or as a list of texts.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Names {
+    One(String),
+    Several(Vec<String>),
+}
+
+/// Reads DeBERTa's own properties. A property that is absent has the value that the transformers library gives it.
+fn deberta(raw: &RawConfig<'_>, hidden: usize, heads: usize) -> Result<Deberta, LoadError> {
+    raw.only("conv_kernel_size", &0.into())?;
+    raw.only("pooler_hidden_act", &"gelu".into())?;
+    raw.only("pooler_hidden_size", &hidden.into())?;
+    raw.only("attention_head_size", &(hidden / heads.max(1)).into())?;
+    let names = |field: &str, known: [&str; 2]| {
+        let names = match raw.optional(&[field])? {
+            None => Vec::new(),
+            Some(Names::One(names)) => names.split('|').map(|name| name.trim().to_lowercase()).collect(),
+            Some(Names::Several(names)) => names,
+        };
+        match names.iter().find(|name| !known.contains(&&***name)) {
+            None => Ok(known.map(|name| names.iter().any(|found| found == name))),
+            Some(other) => {
+                let [first, second] = known;
+                Err(raw.refused(format!("{field} has {other:?}; {first} and {second} are supported")))
+            }
+        }
+    };
+    let [has_keys, has_queries] = names("pos_att_type", ["c2p", "p2c"])?;
+    let [has_norm, _] = names("norm_rel_ebd", ["layer_norm", "none"])?;
+    let is_relative = raw.optional(&["relative_attention"])?.unwrap_or(false);
+    // Numbers below 1 mean that the property is absent.
+    let number = |field: &str| {
+        let number: Option<i64> = raw.optional(&[field])?;
+        Ok::<_, LoadError>(
+            number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0),
+        )
+    };
+    let farthest = match number("max_relative_positions")? {
+        Some(farthest) => farthest,
+        None => raw.required(&["max_position_embeddings"])?,
+    };
+    let buckets = number("position_buckets")?;
+    let relative = RelativePositions {
+        has_keys,
+        has_queries,
+        shares_projections: raw.optional(&["share_att_key"])?.unwrap_or(false),
+        span: buckets.unwrap_or(farthest),
+        farthest: buckets.map(|_| farthest),
+        has_norm,
+    };
+    Ok(Deberta {
+        has_positions: raw.optional(&["position_biased_input"])?.unwrap_or(true),
+        score_terms: 1 + usize::from(has_keys) + usize::from(has_queries),
+        relative: (is_relative && (has_keys || has_queries)).then_some(relative),
+    })
+}
+
+impl RelativePositions {
+    fn check(self, layers: usize, hidden: usize) -> Result<(), String> {
+        let Self { span, farthest, .. } = self;
+        let numbers = [4, layers, hidden].iter().try_fold(span, |product, size| product.checked_mul(*size));
+        if numbers.is_none_or(|numbers| numbers > MAX_RELATIVE_NUMBERS) {
+            return Err(format!(
+                "max_relative_positions or position_buckets is {span}: {layers} layers would have more than \
+                 {MAX_RELATIVE_NUMBERS} numbers for relative positions"
+            ));
+        }
+        match farthest {
+            // The distances from half the buckets to the farthest one share the other buckets.
+            Some(farthest) if span < 2 || farthest < span / 2 + 2 => Err(format!(
+                "position_buckets is {span}, and max_relative_positions {farthest}: no room for buckets"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Returns ModernBERT's layers, from a file written by version 4 or 5 of the transformers library. One layer of every
@@ -328,12 +457,12 @@ fn nomic(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
     raw.only("activation_function", &"swiglu".into())?;
     raw.only("rotary_emb_fraction", &1.0.into())?;
     raw.only("rotary_scaling_factor", &Value::Null)?;
-    let layers = raw.required(&["n_layer"])?;
+    let (layers, hidden) = (raw.required(&["n_layer"])?, raw.required(&["n_embd"])?);
     let rotary = Some(raw.optional(&["rotary_emb_base"])?.unwrap_or(10_000.0));
     Ok(NetworkConfig {
         family: Family::Nomic,
-        hidden: raw.required(&["n_embd"])?,
-        embedding: None,
+        hidden,
+        embedding: hidden,
         layers,
         heads: raw.required(&["n_head"])?,
         inner: raw.required(&["n_inner"])?,
@@ -346,6 +475,7 @@ fn nomic(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
         is_gated: true,
         position_terms: vec![LayerPositionTerms { rotary, window: None }; layers],
         head_uses_mean: false,
+        deberta: None,
     })
 }
 
@@ -378,7 +508,7 @@ fn t5(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
     Ok(NetworkConfig {
         family: Family::T5,
         hidden,
-        embedding: None,
+        embedding: hidden,
         layers,
         heads,
         inner: raw.required(&["d_ff"])?,
@@ -392,6 +522,7 @@ fn t5(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
         is_gated,
         position_terms: vec![LayerPositionTerms::default(); layers],
         head_uses_mean: false,
+        deberta: None,
     })
 }
 
@@ -400,6 +531,43 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_property_of_deberta_that_is_not_computed_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let source = folder.path().to_str().unwrap();
+        let read = |change: (&str, Value)| {
+            let mut config = json!({
+                "model_type": "deberta-v2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
+                "relative_attention": true, "position_buckets": 256, "max_relative_positions": -1,
+                "pos_att_type": "p2c|c2p", "norm_rel_ebd": "layer_norm", "conv_kernel_size": 0,
+            });
+            config[change.0] = change.1;
+            std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+            NetworkConfig::read(&ModelFiles::locate(source).unwrap(), source)
+                .map_err(|error| error.to_string())
+        };
+        let relative = read(("type_vocab_size", 0.into())).unwrap().deberta.unwrap().relative.unwrap();
+        assert_eq!((relative.span, relative.farthest, relative.has_norm), (256, Some(512), true));
+        let relative = read(("position_buckets", (-1).into())).unwrap().deberta.unwrap().relative.unwrap();
+        assert_eq!((relative.span, relative.farthest), (512, None));
+        for (name, value) in [
+            ("conv_kernel_size", json!(3)),
+            ("pos_att_type", json!(["c2p", "p2p"])),
+            ("norm_rel_ebd", json!("batch_norm")),
+            ("pooler_hidden_act", json!("tanh")),
+            ("pooler_hidden_size", json!(32)),
+            ("attention_head_size", json!(32)),
+            ("embedding_size", json!(1_u64 << 40)),
+            ("position_buckets", json!(1_u64 << 40)),
+            ("max_relative_positions", json!(100)),
+        ] {
+            let error = read((name, value.clone())).unwrap_err();
+            let named = value.as_array().map_or(&value, |names| &names[1]).to_string();
+            assert!(error.contains(name) && error.contains(&named), "{name}: {error}");
+        }
+    }
 
     #[test]
     fn an_impossible_size_is_refused_before_memory_is_allocated() {

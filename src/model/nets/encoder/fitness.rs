@@ -115,7 +115,7 @@ mod tests {
 
     const NAME: &str = "tiny-bert-cls";
     const TENSOR: &str = "bert.encoder.layer.0.output.dense.weight";
-    const FIXTURES: [&str; 10] = [
+    const FIXTURES: [&str; 12] = [
         "tiny-bert-cls",
         "tiny-bert-max",
         "tiny-roberta",
@@ -126,6 +126,8 @@ mod tests {
         "tiny-modernbert",
         "tiny-electra",
         "tiny-t5",
+        "tiny-deberta",
+        "tiny-deberta-v2",
     ];
 
     fn fixture(name: &str) -> PathBuf {

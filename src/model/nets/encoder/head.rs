@@ -46,6 +46,7 @@ impl Head {
             Family::Electra => ("classifier.dense", gelu, "classifier.out_proj"),
             Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
             Family::ModernBert => ("head.dense", gelu, "classifier"),
+            Family::Deberta => ("pooler.dense", gelu, "classifier"),
         };
         Self::read(weights, config, Some((dense, activation)), out, labels)
     }

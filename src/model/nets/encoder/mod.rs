@@ -10,6 +10,7 @@ mod head;
 mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+mod relative_positions;
 pub mod sentence_head;
 pub mod sparse;
 

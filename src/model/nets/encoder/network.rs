@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 use super::config::{DISTANCE_BUCKETS, Family, LayerPositionTerms, NetworkConfig};
+use super::relative_positions::RelativeReader;
 use crate::model::LoadError;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{Table, Weights};
@@ -38,13 +39,34 @@ pub struct Encoder {
     positions_of_type: usize,
     /// The norm of the embeddings.
     norm: Option<NormParams>,
-    /// Projects the embeddings to the width of the layers.
-    projection: Option<TimeConvolution>,
+    projection: Option<Projection>,
     blocks: Blocks,
     width: usize,
     /// The number of queries in the smallest tile of attention.
     #[cfg(feature = "cuda")]
     smallest_tile: u32,
+}
+
+/// A linear layer that projects embeddings to the width of the layers.
+struct Projection {
+    layer: TimeConvolution,
+    /// Whether it projects the embeddings of tokens before those of positions are added, which are projected when the
+    /// network is loaded. Otherwise it projects their normed sums.
+    is_first: bool,
+}
+
+impl Projection {
+    fn load(reader: &Reader<'_>) -> Loaded<Self> {
+        let Reader { weights, config: NetworkConfig { hidden, embedding, family, .. }, zeros } = reader;
+        let is_first = *family == Family::Deberta;
+        let name = if is_first { "embeddings.embed_proj" } else { "embeddings_project" };
+        let (matrix, bias) = match is_first {
+            true => (weights.get(&format!("{name}.weight"), &[*hidden, *embedding])?, zeros.clone()),
+            false => reader.linear(name, *embedding, *hidden)?,
+        };
+        let layer = TimeConvolution::linear(&matrix, &bias, NumberFormat::F32);
+        Ok(Self { layer: weights.checked(name, layer)?, is_first })
+    }
 }
 
 /// How the positions of a text's tokens are counted.
@@ -149,6 +171,14 @@ fn names(family: Family, is_gated: bool) -> Names {
             down: "layer.1.DenseReluDense.wo",
             down_norm: "layer.1.layer_norm",
         },
+        Family::Deberta => Names {
+            qkv: Qkv::Separate([
+                "attention.self.query_proj",
+                "attention.self.key_proj",
+                "attention.self.value_proj",
+            ]),
+            ..names(Family::Bert, is_gated)
+        },
     }
 }
 
@@ -219,7 +249,7 @@ impl Reader<'_> {
         let NetworkConfig { hidden, inner, heads, activation, family, is_gated, .. } = *self.config;
         let (names, format) = (names(family, is_gated), self.weights.matrix_format());
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
-        let qkv = match names.qkv {
+        let mut qkv = match names.qkv {
             Qkv::Separate(names) => {
                 let part = |index: usize| self.linear(&named(names[index]), hidden, hidden);
                 let [mut queries, keys, values] = [part(0)?, part(1)?, part(2)?];
@@ -238,6 +268,13 @@ impl Reader<'_> {
                 [part(0)?, part(1)?, part(2)?]
             }
         };
+        if let Some(deberta) = self.config.deberta {
+            // Attention divides by the root of a head's width.
+            let scale = 1.0 / (deberta.score_terms as f64).sqrt();
+            let (matrix, bias) = &mut qkv[0];
+            *matrix = self.weights.checked("query_proj", &*matrix * scale)?;
+            *bias = self.weights.checked("query_proj", &*bias * scale)?;
+        }
         let (up, up_bias, gate) = match names.up {
             InputMatrices::Plain(name) => {
                 let (up, bias) = self.linear(&named(name), hidden, inner)?;
@@ -306,8 +343,15 @@ impl Reader<'_> {
             bias: bias.clone(),
             rotary: layer.rotary.map(&mut shared_rotary),
             window: layer.window,
+            disentangled: None,
         };
-        Ok(self.config.position_terms.iter().map(layer).collect())
+        let mut layers: Vec<_> = self.config.position_terms.iter().map(layer).collect();
+        if let Some(relative) = RelativeReader::new(self.weights, self.config)? {
+            for (index, layer) in layers.iter_mut().enumerate() {
+                layer.disentangled = Some(Arc::new(relative.layer(index)?));
+            }
+        }
+        Ok(layers)
     }
 }
 
@@ -329,9 +373,9 @@ impl Encoder {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
         let NetworkConfig { hidden, family, positions: position_count, .. } = *config;
-        let width = config.embedding.unwrap_or(hidden);
+        let width = config.embedding;
         let token_embeddings = weights.table(family.token_embeddings(), [config.vocabulary, width])?;
-        let mut position_embeddings = match family.has_positions() {
+        let mut position_embeddings = match config.has_positions() {
             true => weights.get("embeddings.position_embeddings.weight", &[position_count, width])?,
             false => weights.checked("embeddings", weights.zeros(&[1, width]))?,
         };
@@ -348,14 +392,18 @@ impl Encoder {
         let layers = reader.position_terms()?.into_iter().enumerate();
         let last_norm = last_norm(family).map(|name| reader.norm(name, &reader.zeros));
         let norm = embeddings_norm(family).map(|name| {
+            // DeBERTa's norm follows the projection.
+            let width = if family == Family::Deberta { hidden } else { width };
             let zeros = weights.checked(name, weights.zeros(&[width]))?;
             reader.norm(name, &zeros)
         });
-        let projection = config.embedding.map(|width| {
-            let name = "embeddings_project";
-            let (matrix, bias) = reader.linear(name, width, hidden)?;
-            weights.checked(name, TimeConvolution::linear(&matrix, &bias, weights.matrix_format()))
-        });
+        let projection = (width != hidden).then(|| Projection::load(&reader));
+        let projection = projection.transpose()?;
+        if let Some(Projection { layer, is_first: true }) = &projection {
+            let rows =
+                position_embeddings.dim(0).and_then(|rows| layer.forward(&position_embeddings, &[rows]));
+            position_embeddings = weights.checked("embeddings", rows)?;
+        }
         Ok(Self {
             #[cfg(feature = "cuda")]
             smallest_tile: heads_with_kernel(
@@ -367,10 +415,10 @@ impl Encoder {
             token_embeddings,
             counting: match config.padding {
                 Some(id) => Counting::AfterPadding(id),
-                None if family.has_positions() => Counting::FromZero,
+                None if config.has_positions() => Counting::FromZero,
                 None => Counting::None,
             },
-            positions_of_type: match (config.token_types >= TOKEN_TYPES, family.has_positions()) {
+            positions_of_type: match (config.token_types >= TOKEN_TYPES, config.has_positions()) {
                 (false, _) => 0,
                 (true, true) => position_count,
                 (true, false) => 1,
@@ -378,7 +426,7 @@ impl Encoder {
             position_embeddings,
             width: hidden,
             norm: norm.transpose()?,
-            projection: projection.transpose()?,
+            projection,
             blocks: Blocks {
                 blocks: layers
                     .map(|(index, position_terms)| reader.layer(index, position_terms))
@@ -409,18 +457,18 @@ impl Encoder {
             candle_core::bail!("the embeddings are not on the GPU")
         };
         let tables = [token_embeddings, &self.position_embeddings];
-        let fused = match &self.norm {
-            Some(norm) => embed(tables, planned, norm.constants())?,
-            None => None,
+        let fused = match (&self.norm, &self.projection) {
+            (None, _) | (_, Some(Projection { is_first: true, .. })) => None,
+            (Some(norm), _) => embed(tables, planned, norm.constants())?,
         };
         let x = match fused {
-            Some(x) => x,
-            None => self.normed(
+            Some(x) => self.projected(x, false, &planned.lengths)?,
+            None => self.embedded(
                 token_embeddings.index_select(&planned.ids()?, 0)?,
                 &self.position_embeddings.index_select(&planned.positions()?, 0)?,
+                &planned.lengths,
             )?,
         };
-        let x = self.projected(x, &planned.lengths)?;
         self.blocks.forward(x, |attention, x| attention.forward_planned(x, planned))
     }
 
@@ -434,22 +482,28 @@ impl Encoder {
         let positions = self.positions(texts);
         let positions = Tensor::from_slice(&positions, positions.len(), device)?;
         let token_embeddings = self.token_embeddings.select(ids(texts), device)?;
-        let x = self.normed(token_embeddings, &self.position_embeddings.index_select(&positions, 0)?)?;
-        let x = self.projected(x, lengths)?;
+        let x =
+            self.embedded(token_embeddings, &self.position_embeddings.index_select(&positions, 0)?, lengths)?;
         self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
     }
 
-    /// The normed sums of the embeddings of tokens and positions. Without a norm there are no positions either.
-    fn normed(&self, token_embeddings: Tensor, position_embeddings: &Tensor) -> Result<Tensor> {
-        match &self.norm {
-            Some(norm) => add_norm(token_embeddings, position_embeddings, norm),
-            None => Ok(token_embeddings),
-        }
+    /// The input of the first layer.
+    fn embedded(&self, tokens: Tensor, positions: &Tensor, lengths: &[usize]) -> Result<Tensor> {
+        let tokens = self.projected(tokens, true, lengths)?;
+        let x = match &self.norm {
+            Some(norm) => add_norm(tokens, positions, norm)?,
+            // Then there are no positions either.
+            None => tokens,
+        };
+        self.projected(x, false, lengths)
     }
 
-    /// The embeddings in the width of the layers.
-    fn projected(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
-        self.projection.as_ref().map_or(Ok(x.clone()), |projection| projection.forward(&x, lengths))
+    /// Projects `x`, if that is the place of the projection.
+    fn projected(&self, x: Tensor, is_first: bool, lengths: &[usize]) -> Result<Tensor> {
+        match &self.projection {
+            Some(projection) if projection.is_first == is_first => projection.layer.forward(&x, lengths),
+            _ => Ok(x),
+        }
     }
 
     /// The row of each token in `position_embeddings`.

@@ -4,7 +4,7 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 use sconce_kernels::{PositionTerms, positions_in_texts};
 
-use super::super::position_terms::{rotated, score_terms};
+use super::super::position_terms::{relative_scores, rotated, score_terms};
 
 /// The largest number of scores of a head that are computed at once (16 MiB in f32). A single text may have more, since
 /// a text is never split.
@@ -13,7 +13,8 @@ const MAX_SCORES: usize = 1 << 22;
 const ROWS_PER_PADDING: usize = 20;
 
 /// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`: Q, K and V side by side. `lengths` are
-/// the numbers of tokens of the texts; their sum is `tokens`. Returns `[tokens, heads·d]`.
+/// the numbers of tokens of the texts; their sum is `tokens`. `relative` are the vectors of relative positions, if
+/// attention is disentangled. Returns `[tokens, heads·d]`.
 ///
 /// # Errors
 /// Shapes or types do not match: a bug of the caller.
@@ -22,6 +23,7 @@ pub fn attention(
     heads: usize,
     lengths: &[usize],
     position_terms: &PositionTerms,
+    relative: Option<&[Tensor; 2]>,
 ) -> Result<Tensor> {
     let (tokens, width) = qkv.dims2()?;
     let tokens_of_texts: usize = lengths.iter().sum();
@@ -47,7 +49,7 @@ pub fn attention(
             }
         }
         padded += group.starts.len() * group.longest;
-        attended.push(group.attend(qkv, heads, position_terms)?);
+        attended.push(group.attend(qkv, heads, position_terms, relative)?);
     }
     Tensor::cat(&attended, 0)?.index_select(&Tensor::from_vec(rows, tokens, qkv.device())?, 0)
 }
@@ -95,7 +97,13 @@ fn groups(lengths: &[usize]) -> Vec<Group> {
 
 impl Group {
     /// Computes the attention of these texts, padded to the longest of them. Returns `[texts·longest, heads·d]`.
-    fn attend(&self, qkv: &Tensor, heads: usize, position_terms: &PositionTerms) -> Result<Tensor> {
+    fn attend(
+        &self,
+        qkv: &Tensor,
+        heads: usize,
+        position_terms: &PositionTerms,
+        relative: Option<&[Tensor; 2]>,
+    ) -> Result<Tensor> {
         let (texts, n, device) = (self.starts.len(), self.longest, qkv.device());
         let mut rows = Vec::with_capacity(texts * n);
         let mut mask = Vec::with_capacity(texts * n);
@@ -109,7 +117,12 @@ impl Group {
         let part = |index| qkv.get(index)?.contiguous();
         // Queries are scaled before the product, and scores are f32: half precision has too little range and too few
         // digits.
-        let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
+        let (queries, keys) = ((part(0)? / (d as f64).sqrt())?, part(1)?);
+        let mut scores = queries.matmul(&keys.t()?)?.to_dtype(DType::F32)?;
+        if let (Some(disentangled), Some(vectors)) = (&position_terms.disentangled, relative) {
+            let terms = relative_scores(disentangled, vectors, &queries, &keys)?;
+            scores = (scores + terms.to_dtype(DType::F32)?)?;
+        }
         let mut scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
         if position_terms.bias.is_some() || position_terms.window.is_some() {
             scores = scores.broadcast_add(&score_terms(position_terms, heads, n, device)?)?;
@@ -146,7 +159,8 @@ mod tests {
         let qkv = noise(&[lengths.iter().sum(), 3 * 24], 2.0, 1).unwrap();
         let expected = one_by_one(&qkv, 3, &lengths).unwrap();
         let error =
-            difference(&attention(&qkv, 3, &lengths, &PositionTerms::default()).unwrap(), &expected).unwrap();
+            difference(&attention(&qkv, 3, &lengths, &PositionTerms::default(), None).unwrap(), &expected)
+                .unwrap();
         assert!(error < 2e-6, "{error}");
     }
 
