@@ -17,7 +17,7 @@ use crate::model::ops::gpu::{
     cuda::{Planned, embed, heads_with_kernel},
 };
 use crate::model::ops::{
-    AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms, RelativeBias, Rotary,
+    AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, NumberFormat, PositionTerms, RelativeBias, Rotary,
     SelfAttention, TimeConvolution, add_norm,
 };
 

@@ -172,7 +172,7 @@ fn names(config: &NetworkConfig) -> Option<Names> {
             decoder: "decoder",
             bias: "decoder.bias",
         },
-        Family::Nomic | Family::Electra | Family::T5 => return None,
+        Family::Nomic | Family::Electra | Family::Deberta | Family::T5 => return None,
     })
 }
 
