@@ -11,6 +11,8 @@ pub enum Mode {
     Mean,
     /// The sum of each component, divided by the square root of the number of tokens.
     MeanSqrtLen,
+    /// The last token's vector.
+    LastToken,
 }
 
 /// How a text's vector is made.
@@ -53,6 +55,7 @@ fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
     let tokens = (rows.len() / hidden) as f32;
     let divisor = match mode {
         Mode::Cls => return vector,
+        Mode::LastToken => return rows[rows.len() - hidden..].to_vec(),
         Mode::Max => {
             // `f32::max` would drop NaN, and a wrong result would look right.
             fold_rows(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
@@ -79,12 +82,12 @@ mod tests {
 
     #[test]
     fn modes_are_concatenated_in_order() {
-        let modes = vec![Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen];
+        let modes = vec![Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen, Mode::LastToken];
         let pooling = Pooling { modes, normalize: false };
         let rows = [1.0, -1.0, 3.0, -3.0, 2.0, -5.0, 4.0, 1.0];
-        let expected = [1.0, -1.0, 4.0, 1.0, 2.5, -2.0, 5.0, -4.0];
+        let expected = [1.0, -1.0, 4.0, 1.0, 2.5, -2.0, 5.0, -4.0, 4.0, 1.0];
         assert_eq!(pooling.pool(&rows, 2), expected);
-        assert_eq!(pooling.width(2), 8);
+        assert_eq!(pooling.width(2), 10);
     }
 
     #[test]

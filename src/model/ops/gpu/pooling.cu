@@ -2,7 +2,7 @@
 #include "numbers.cuh"
 
 // The values of `Mode` in pooling.rs.
-enum { CLS, MAX, MEAN, MEAN_SQRT_LEN };
+enum { CLS, MAX, MEAN, MEAN_SQRT_LEN, LAST_TOKEN };
 
 // One thread per number of the vector. `starts` are the texts' first rows, then the number of all rows. `modes`
 // holds a mode in each group of four bits, the first in the lowest.
@@ -15,8 +15,8 @@ __device__ inline void pool(float* out, const N* x, const u32* starts, u32 modes
     float* to = out + static_cast<size_t>(text) * count * hidden + column;
     for (u32 at = 0; at < count; ++at, modes >>= 4, to += hidden) {
         const u32 mode = modes & 15;
-        float all = to_f32(*from);
-        if (mode != CLS) {
+        float all = to_f32(mode == LAST_TOKEN ? from[static_cast<size_t>(tokens - 1) * hidden] : *from);
+        if (mode != CLS && mode != LAST_TOKEN) {
             for (u32 token = 1; token < tokens; ++token) {
                 const float next = to_f32(from[static_cast<size_t>(token) * hidden]);
                 // Not fmaxf, which would drop NaN.
