@@ -122,6 +122,9 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
         "tiny-nomic",
         "tiny-modernbert",
         "tiny-prompts",
+        "tiny-qwen3",
+        "tiny-qwen2-both-ways",
+        "tiny-gemma3-both-ways",
     ] {
         assert_equals_fixture(&mut load(&fixture(name)), name);
     }
@@ -129,7 +132,7 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
 
 #[test]
 fn a_prompt_is_put_before_each_text_by_request_or_by_the_pools_setting() {
-    for name in ["tiny-prompts", "tiny-nomic"] {
+    for name in ["tiny-prompts", "tiny-nomic", "tiny-qwen3"] {
         let mut model = load(&fixture(name));
         let file = std::fs::read(fixture(name).join("prompted.json")).expect("a fixture");
         let rows: Vec<Value> = serde_json::from_slice(&file).expect("a list");

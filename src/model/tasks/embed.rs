@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
@@ -18,7 +19,8 @@ use crate::model::family::{
 };
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::decoder::architectures::CONFIG_ARCHITECTURES;
+use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::ops::pooling::normalize;
 use crate::model::{
@@ -33,12 +35,12 @@ pub static FAMILY: Family = Family {
     name: "embed",
     routes: &[Route::json(URL)],
     serves: Serves::Files(FileRules {
-        configs: &Architecture::NAMES,
+        configs: &NAMES,
         ggufs: &[],
         pipelines: &[],
         libraries: &["SentenceTransformer"],
         modules: &[POOLING],
-        accepts: |_| true,
+        accepts: |model| !is_decoder(model) || model.has_pooling() || model.classes().next().is_some(),
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
         fewer_routes: None,
         assumptions,
@@ -56,14 +58,22 @@ pub static FAMILY: Family = Family {
     example: Example { model: "tiny-bert-cls", options: &[] },
 };
 
+/// Whether a model's architecture is that of a decoder, which usually generates text.
+fn is_decoder(model: &Description) -> bool {
+    CONFIG_ARCHITECTURES.contains(&model.architecture.as_str())
+}
+
 /// Pooling is assumed without `modules.json`, and a head that is not used is named.
 fn assumptions(model: &Description) -> Vec<String> {
     if model.has_pooling() {
         return Vec::new();
     }
+    let is_causal = model.fields.get("is_causal") != Some(&Value::Bool(false))
+        && model.classes().next().is_some_and(|class| class.ends_with("ForCausalLM"));
+    let vector = if is_causal { "the vector of its last token" } else { "the mean of its tokens' vectors" };
     let mut all = vec![format!(
-        "a text's vector is the mean of its tokens' vectors, not normalised, and no prompt is put before the text: the model \
-         has no {MODULES} with {POOLING}"
+        "a text's vector is {vector}, not normalised, and no prompt is put before the text: the model has no {MODULES} with \
+         {POOLING}"
     )];
     if let Some(class) = model.classes().next().filter(|class| !class.ends_with("Model")) {
         all.push(format!("the head of {class} is not used"));
@@ -98,7 +108,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 /// computes wrongly.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let config = NetworkConfig::read(&files, &spec.source)?;
+    let config = TextConfig::read(&files, &spec.source)?;
     let settings = SentenceSettings::read(&files, &spec.source)?;
     let output = Output::Pooled(settings.pooling.clone());
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, settings.limits, &output)?;
@@ -106,7 +116,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
         tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),
         vectors: Vectors {
-            width: settings.pooling.width(config.hidden),
+            width: settings.pooling.width(config.hidden()),
             normalize: settings.pooling.normalize,
         },
         prompts: Options::prompts(spec, settings.prompts)?,

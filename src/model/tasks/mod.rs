@@ -9,6 +9,7 @@ pub mod image;
 #[cfg(feature = "candle-transformers")]
 pub mod image_generation;
 pub mod labels;
+mod logit_score;
 mod names;
 pub mod pairs;
 pub(super) mod sentence_settings;
@@ -27,8 +28,7 @@ use rayon::prelude::*;
 use self::sentence_settings::SentenceSettings;
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
-use super::nets::check_widths;
-use super::nets::encoder::config::NetworkConfig;
+use super::nets::encoder::text_config::TextConfig;
 use super::nets::encoder::{Output, TextNetwork};
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::Body;
@@ -54,8 +54,7 @@ fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
 
 /// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
 fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
-    let config = NetworkConfig::read(files, &spec.source)?;
-    check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner)])?;
+    TextConfig::read(files, &spec.source)?.check(spec)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }
@@ -65,14 +64,23 @@ pub(super) fn load_text_model(
     spec: &LoadSpec,
     device: &Device,
     files: &ModelFiles,
-    config: &NetworkConfig,
+    config: &TextConfig,
     limits: TextLimits,
     output: &Output,
 ) -> Result<(TextTokenizer, TextNetwork), LoadError> {
-    let path = files.required("tokenizer.json")?;
-    let tokenizer = TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary)?;
+    let tokenizer = read_tokenizer(files, config, limits)?;
     let network = TextNetwork::load(spec, device, files, config, &tokenizer, output)?;
     Ok((tokenizer, network))
+}
+
+/// Reads the tokenizer of a network for texts.
+fn read_tokenizer(
+    files: &ModelFiles,
+    config: &TextConfig,
+    limits: TextLimits,
+) -> Result<TextTokenizer, LoadError> {
+    let path = files.required("tokenizer.json")?;
+    TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary())
 }
 
 /// Prepares each item, given its index. If there are `many` items or more, the threads of the caller's pool share them.

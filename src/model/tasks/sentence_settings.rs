@@ -4,8 +4,9 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
-use crate::model::family::{MODULES, Module};
+use crate::model::family::{LIBRARY_CONFIG, MODULES, Module};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::TextLimits;
 use crate::model::ops::pooling::{Mode, Pooling};
@@ -73,6 +74,11 @@ impl Prompts {
         text.map(String::as_str)
     }
 
+    /// The prompt of a request that names none; empty if there is none.
+    pub fn default(&self) -> &str {
+        &self.default
+    }
+
     /// Says which prompts the model has, for errors.
     fn available(&self) -> String {
         if self.texts.is_empty() {
@@ -88,6 +94,17 @@ struct TransformerConfig {
     max_seq_length: Option<usize>,
     #[serde(default)]
     do_lower_case: bool,
+}
+
+/// What the Transformer module's settings say about chat templates.
+#[derive(Default, Deserialize)]
+pub(super) struct TemplateConfig {
+    /// How each kind of input is computed, by its name. Pairs are rendered by the chat template if `message` is one.
+    #[serde(default)]
+    pub modality_config: Map<String, Value>,
+    /// Settings of the tokenizer, `text`, and variables of the chat template, `chat_template`.
+    #[serde(default)]
+    pub processing_kwargs: BTreeMap<String, Map<String, Value>>,
 }
 
 #[derive(Default, Deserialize)]
@@ -141,7 +158,7 @@ impl SentenceSettings {
         let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
         let mut prompts = read_prompts(prompts).map_err(&refused)?;
         let pooling = match files.json::<Vec<Module>>(MODULES)? {
-            None => Pooling { modes: vec![Mode::Mean], normalize: false },
+            None => Pooling { modes: vec![default_mode(files)?], normalize: false },
             Some(modules) => {
                 let normalize = check_modules(&modules).map_err(&refused)?;
                 let folder = modules.get(1).map_or("1_Pooling", |module| &module.path);
@@ -158,6 +175,23 @@ impl SentenceSettings {
             }
         };
         Ok(Self { pooling, limits: Self::limits(files)?, prompts })
+    }
+
+    /// Reads only the prompts.
+    ///
+    /// # Errors
+    /// As [`SentenceSettings::read`].
+    pub fn prompts(files: &ModelFiles, source: &str) -> Result<Prompts, LoadError> {
+        let prompts = files.json(LIBRARY_CONFIG)?.unwrap_or_default();
+        read_prompts(prompts).map_err(|reason| LoadError::Unsupported { model: source.into(), reason })
+    }
+
+    /// Reads the settings of the Transformer module for rerankers whose prompts are made by a chat template.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for an invalid file.
+    pub(super) fn template_config(files: &ModelFiles) -> Result<TemplateConfig, LoadError> {
+        Ok(files.json(TRANSFORMER_CONFIGS[0])?.unwrap_or_default())
     }
 
     /// Requests the settings files that the model has, without reading their contents.
@@ -194,6 +228,21 @@ impl SentenceSettings {
         let max_tokens = transformer.max_seq_length.or(tokenizer_limit);
         Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case })
     }
+}
+
+#[derive(Deserialize)]
+struct NetworkKind {
+    architectures: Option<Vec<String>>,
+    is_causal: Option<bool>,
+}
+
+/// The pooling of a model that has no `modules.json`, as sentence-transformers assumes it: the last token of a causal
+/// model, and for others the mean.
+fn default_mode(files: &ModelFiles) -> Result<Mode, LoadError> {
+    let NetworkKind { architectures, is_causal } = files.required_json("config.json")?;
+    let class = architectures.unwrap_or_default().into_iter().next().unwrap_or_default();
+    let is_causal = class.ends_with("ForCausalLM") && is_causal != Some(false);
+    Ok(if is_causal { Mode::LastToken } else { Mode::Mean })
 }
 
 /// Accepts Transformer, Pooling and optionally Normalize, in this order. Returns whether Normalize is present.
@@ -233,9 +282,10 @@ fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
         "max" => Ok(Mode::Max),
         "mean" => Ok(Mode::Mean),
         "mean_sqrt_len_tokens" => Ok(Mode::MeanSqrtLen),
-        other => {
-            Err(format!("pooling_mode is {other:?}; cls, max, mean and mean_sqrt_len_tokens are supported"))
-        }
+        "lasttoken" => Ok(Mode::LastToken),
+        other => Err(format!(
+            "pooling_mode is {other:?}; cls, max, mean, mean_sqrt_len_tokens and lasttoken are supported"
+        )),
     };
     names.iter().map(mode).collect()
 }

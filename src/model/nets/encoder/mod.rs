@@ -1,21 +1,28 @@
-//! Encoders of BERT's family. From each text they compute a vector, or a number for each label. Owns the loaded
-//! network; does not know where texts come from or how they are batched.
+//! Networks for texts: encoders of BERT's family, and decoders that compute whole texts. From each text they compute a
+//! vector, or a number for each label. Owns the loaded network; does not know where texts come from or how they are
+//! batched.
 //!
 //! The network runs without padding: a batch is one matrix of all its tokens. So texts of any lengths can share a
 //! batch, and each costs only its own tokens.
 
 pub mod config;
+mod decoder;
 mod fitness;
 mod head;
 mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+pub mod text_config;
+
+use std::ops::Range;
 
 use candle_core::{DType, Device};
 
 use self::config::NetworkConfig;
 use self::head::Head;
 use self::network::Encoder;
+use self::text_config::TextConfig;
+use super::decoder::OnePassDecoder;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{Precision, Weights};
@@ -24,13 +31,21 @@ use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device
 
 /// A network for texts on one device.
 pub struct TextNetwork {
-    encoder: Encoder,
+    body: Body,
     /// Without pooling, a text's output is the vectors of its tokens.
     pooling: Option<Pooling>,
     /// Without a head, a text's output is its pooled vector.
     head: Option<Head>,
+    /// A token that is not counted at the end of a text whose last token's vector is wanted.
+    padding: Option<u32>,
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::OnGpu>,
+}
+
+/// What computes the vectors of tokens.
+enum Body {
+    Encoder(Box<Encoder>),
+    Decoder(Box<OnePassDecoder>),
 }
 
 /// The kind of a text's output.
@@ -42,6 +57,17 @@ pub enum Output {
     Pooled(Pooling),
     /// One number for each label; the field is the number of labels.
     Labels(usize),
+    /// The score of a decoder: the logit with which one token follows the text, minus that of another one.
+    LogitScore(ScoreTokens),
+}
+
+/// The tokens whose logits are a score.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScoreTokens {
+    /// The token that means that a document is relevant.
+    pub yes: u32,
+    /// The token that means that it is not. Without it, the logit of `yes` is the score.
+    pub no: Option<u32>,
 }
 
 impl TextNetwork {
@@ -50,6 +76,20 @@ impl TextNetwork {
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
     pub(in crate::model) fn load(
+        spec: &LoadSpec,
+        device: &Device,
+        files: &ModelFiles,
+        config: &TextConfig,
+        tokenizer: &TextTokenizer,
+        output: &Output,
+    ) -> Result<Self, LoadError> {
+        match config {
+            TextConfig::Encoder(config) => Self::load_encoder(spec, device, files, config, tokenizer, output),
+            TextConfig::Decoder(config) => decoder::load(spec, device, files, config, tokenizer, output),
+        }
+    }
+
+    fn load_encoder(
         spec: &LoadSpec,
         device: &Device,
         files: &ModelFiles,
@@ -66,16 +106,18 @@ impl TextNetwork {
             Output::Labels(labels) => {
                 (of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }), Some(*labels))
             }
+            Output::LogitScore(_) => {
+                let reason = "an encoder of BERT's family computes no logits of tokens that follow a text";
+                return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+            }
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let read = |device: &Device, precision| Weights::read(&paths, base, marker, device, precision);
         let build = |weights: &Weights| {
             Ok(Self {
-                encoder: Encoder::load(weights, config)?,
-                pooling: Some(pooling.clone()),
-                head: None,
                 #[cfg(feature = "cuda")]
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
+                ..Self::new(Body::Encoder(Box::new(Encoder::load(weights, config)?)), pooling.clone())
             })
         };
         let weights = read(device, super::precision(spec)?)?;
@@ -90,6 +132,49 @@ impl TextNetwork {
             network.pooling = None;
         }
         Ok(network)
+    }
+
+    /// A network on the host without a head.
+    fn new(body: Body, pooling: Pooling) -> Self {
+        Self {
+            body,
+            pooling: Some(pooling),
+            head: None,
+            padding: None,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        }
+    }
+
+    /// The vectors of the texts, on the host. `lengths` are the numbers of tokens of the texts.
+    fn vectors(&mut self, inputs: &[&Tokens], lengths: &[usize]) -> candle_core::Result<Vec<Vec<f32>>> {
+        let Self { body, pooling, padding, .. } = self;
+        let pooled = |text: &[f32], width| {
+            pooling.as_ref().map_or_else(|| text.to_vec(), |pooling| pooling.pool(text, width))
+        };
+        match body {
+            Body::Encoder(encoder) => {
+                let rows = encoder.forward(inputs, lengths)?;
+                // Pooling is on the host.
+                let rows = rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                let width = encoder.width();
+                let mut remaining = &*rows;
+                let vectors = lengths.iter().map(|length| {
+                    let (text, rest) = remaining.split_at(length * width);
+                    remaining = rest;
+                    pooled(text, width)
+                });
+                Ok(vectors.collect())
+            }
+            Body::Decoder(decoder) => {
+                let (width, needs_last) =
+                    (decoder.width(), pooling.as_ref().is_some_and(|it| it.modes == [Mode::LastToken]));
+                let wanted = |ids: &[u32]| if needs_last { last_token(ids, *padding) } else { 0..ids.len() };
+                let texts: Vec<&[u32]> = inputs.iter().map(|input| &*input.ids).collect();
+                let rows = decoder.forward(&texts, wanted)?;
+                Ok(rows.iter().map(|text| pooled(text, width)).collect())
+            }
+        }
     }
 
     /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
@@ -122,23 +207,14 @@ impl Forward for TextNetwork {
         }
         let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
         #[cfg(feature = "cuda")]
-        if let (Some(gpu), Some(pooling)) = (&mut self.gpu, &self.pooling) {
-            let submitted = gpu.submit(&self.encoder, pooling, inputs, lengths.clone());
+        if let (Some(gpu), Some(pooling), Body::Encoder(encoder)) = (&mut self.gpu, &self.pooling, &self.body)
+        {
+            let submitted = gpu.submit(encoder, pooling, inputs, lengths.clone());
             let submitted = submitted.map_err(|error| device::forward_error(&error))?;
             return Ok(Pending::OnGpu(submitted, lengths));
         }
-        let rows = self.encoder.forward(inputs, &lengths);
-        // Pooling is on the host.
-        let rows = rows.and_then(|rows| rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>());
-        let rows = rows.map_err(|error| device::forward_error(&error))?;
-        let width = self.encoder.width();
-        let mut remaining = &*rows;
-        let vectors = lengths.iter().map(|length| {
-            let (text, rest) = remaining.split_at(length * width);
-            remaining = rest;
-            self.pooling.as_ref().map_or_else(|| text.to_vec(), |pooling| pooling.pool(text, width))
-        });
-        Ok(Pending::Outputs(self.outputs(vectors.collect(), &lengths)))
+        let vectors = self.vectors(inputs, &lengths).map_err(|error| device::forward_error(&error))?;
+        Ok(Pending::Outputs(self.outputs(vectors, &lengths)))
     }
 
     fn wait(&mut self, pending: Pending) -> Result<Vec<Result<Vec<f32>, TaskError>>, ForwardError> {
@@ -160,6 +236,16 @@ impl Forward for TextNetwork {
     fn is_asynchronous(&self) -> bool {
         self.gpu.is_some() && self.pooling.is_some()
     }
+}
+
+/// The last token of a text, or the last that is no padding. If a text is nothing but padding it is the first, as in the
+/// transformers library.
+fn last_token(ids: &[u32], padding: Option<u32>) -> Range<usize> {
+    let last = match padding {
+        Some(padding) => ids.iter().rposition(|id| *id != padding).unwrap_or_default(),
+        None => ids.len() - 1,
+    };
+    last..last + 1
 }
 
 /// The output of a text with `tokens` tokens, if all its numbers are finite.
