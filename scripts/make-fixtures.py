@@ -33,8 +33,9 @@ from tokenizers import (
 )
 from transformers import (
     BertConfig, BertForMaskedLM, BertModel, DebertaV2Config, DebertaV2Model, DistilBertConfig, DistilBertForMaskedLM,
-    ElectraConfig, ElectraModel, ModernBertConfig, ModernBertModel, MPNetConfig, MPNetModel, NomicBertConfig,
-    NomicBertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5EncoderModel, XLMRobertaConfig,
+    ElectraConfig, ElectraModel, Gemma3TextConfig, Gemma3TextModel, ModernBertConfig, ModernBertModel, MPNetConfig,
+    MPNetModel, NomicBertConfig, NomicBertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+    Qwen3Model, RobertaConfig, RobertaModel, T5Config, T5EncoderModel, XLMRobertaConfig,
     XLMRobertaForMaskedLM,
 )
 
@@ -583,6 +584,78 @@ def deberta_v2():
         {"type_vocab_size": 0}, {"position_biased_input": False}, {"hidden_act": "relu", "layer_norm_eps": 1e-3}])
 
 
+def qwen_bpe(vocab, *, end=True, more=()):
+    """A byte-level BPE as Qwen's, with the token that Qwen3-Embedding adds at the end of a text if `end`. It also
+    learns the texts `more`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([*corpus(), *more], trainers.BpeTrainer(
+        vocab_size=vocab - 3, special_tokens=[], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    mark = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = processors.Sequence([byte_level, processors.TemplateProcessing(
+        single=f"$A {mark[0]}", pair=f"$A {mark[0]} $B:1 {mark[0]}:1", special_tokens=[mark])]) if end else byte_level
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",
+        model_max_length=64, model_input_names=["input_ids", "attention_mask"])
+
+
+def decoder_shape(tokenizer, **more):
+    return shape(tokenizer, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+                 pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+                 bos_token_id=None) | more
+
+
+def with_padding(network):
+    """With a vector for the padding token, which transformers leaves at 0: it may be the last of each text."""
+    table = network.get_input_embeddings()
+    with torch.no_grad():
+        table.weight[table.padding_idx] = torch.randn(table.weight.shape[1]) * 0.3
+    return network
+
+
+def qwen3():
+    """As Qwen3-Embedding: a decoder, causal, whose last token's vector is the text's. Its weights have no prefix."""
+    torch.manual_seed(31)
+    tokenizer = qwen_bpe(330)
+    config = Qwen3Config(**decoder_shape(tokenizer, tie_word_embeddings=True))
+    folder = tiny("qwen3", with_padding(Qwen3Model(config)), tokenizer, "lasttoken", True, prompts={
+        "prompts": {"query": "Instruct: find passages\nQuery:", "document": ""}})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}, indent=2))
+    finish(folder)
+    write_prompted(folder)
+
+
+def qwen2_both_ways():
+    """As gte-Qwen2: by `is_causal` a token attends to those after it, too. Its weights are those of a causal model."""
+    torch.manual_seed(32)
+    tokenizer = qwen_bpe(330)
+    config = Qwen2Config(**decoder_shape(tokenizer, tie_word_embeddings=False), attn_implementation="eager")
+    config.is_causal = False
+    folder = tiny("qwen2-both-ways", with_padding(Qwen2ForCausalLM(config)), tokenizer, "lasttoken", True)
+    assert json.loads((folder / "config.json").read_text())["is_causal"] is False
+    finish(folder)
+
+
+def gemma3_both_ways():
+    """As EmbeddingGemma's Transformer, with windows that are smaller than most texts."""
+    torch.manual_seed(33)
+    tokenizer = unigram(300)
+    tokenizer.model_max_length = 64
+    config = Gemma3TextConfig(
+        **decoder_shape(tokenizer, num_hidden_layers=3), sliding_window=8, query_pre_attn_scalar=8,
+        use_bidirectional_attention=True, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+    folder = tiny("gemma3-both-ways", with_padding(Gemma3TextModel(config)), tokenizer, "mean", True)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["sliding_window"] == 8 and config["use_bidirectional_attention"] is True
+    finish(folder)
+
+
 LATER = {
     "mpnet": mpnet,
     "nomic": nomic,
@@ -595,6 +668,9 @@ LATER = {
     "t5-gated": lambda: t5("t5-gated", 27, "gated-gelu"),
     "deberta": deberta,
     "deberta-v2": deberta_v2,
+    "qwen3": qwen3,
+    "qwen2-both-ways": qwen2_both_ways,
+    "gemma3-both-ways": gemma3_both_ways,
 }
 
 

@@ -8,9 +8,12 @@ after it, of those in MADE, it makes these alone.
 Each is a small model with seeded random weights, as a checkpoint of its kind is saved, with its
 expected.json beside it:
 
-- one label (bert, xlm-roberta, modernbert, electra, deberta-rerank), as CrossEncoder.save_pretrained writes it: "pairs", their
-  "logits", and "scores", which are CrossEncoder.predict's with the activation of the model (the sigmoid).
-- more (roberta, distilbert, deberta), as transformers saves it: "texts", their "logits", and "probs" by the
+- one label (bert, xlm-roberta, modernbert, electra, deberta-rerank, qwen3), as CrossEncoder.save_pretrained writes it:
+  "pairs", their "logits", and "scores", which are CrossEncoder.predict's with the activation of the model (the sigmoid).
+- logits and logits-published: causal models whose logits are the score. logits has LogitScore and a chat template
+  with an instruction; "instructed" are the logits with the one of "instruction". logits-published has neither, as
+  Qwen3-Reranker was published; its expected values are by the formula of that model's card.
+- more (roberta, distilbert, deberta, gemma2), as transformers saves it: "texts", their "logits", and "probs" by the
   config's problem_type (softmax for single_label_classification, sigmoid for multi_label_classification);
   and "pairs" with "pair_logits".
 - models of natural language inference (nli-bert, nli-roberta), as transformers saves them: "cases" of
@@ -31,10 +34,11 @@ import sys
 import torch
 from sentence_transformers import CrossEncoder
 from transformers import (
-    AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
     DebertaV2ForSequenceClassification, DistilBertConfig, DistilBertForSequenceClassification, ElectraConfig,
-    ElectraForSequenceClassification, ModernBertForSequenceClassification, RobertaConfig,
-    RobertaForSequenceClassification, XLMRobertaConfig, XLMRobertaForSequenceClassification, pipeline,
+    ElectraForSequenceClassification, Gemma2Config, Gemma2ForSequenceClassification, ModernBertForSequenceClassification,
+    Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, RobertaConfig, RobertaForSequenceClassification,
+    XLMRobertaConfig, XLMRobertaForSequenceClassification, pipeline,
 )
 
 sys.dont_write_bytecode = True
@@ -248,9 +252,104 @@ def deberta_rerank():
     reranker("deberta-rerank", DebertaV2ForSequenceClassification(config), tokenizer)
 
 
+def qwen3():
+    """The tokenizer ends texts with the padding token, which the head does not count."""
+    tokenizer = shared.qwen_bpe(330)
+    config = Qwen3Config(**shared.decoder_shape(tokenizer, num_labels=1))
+    network = shared.with_padding(Qwen3ForSequenceClassification(config))
+    with torch.no_grad():
+        network.score.weight.normal_(std=0.3)
+    reranker("qwen3", network, tokenizer)
+
+
+def gemma2():
+    tokenizer = shared.unigram(300)
+    tokenizer.model_max_length = 64
+    names = ("negative", "neutral", "positive")
+    config = Gemma2Config(
+        **shared.decoder_shape(tokenizer), sliding_window=8, query_pre_attn_scalar=8,
+        id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)},
+        problem_type="single_label_classification")
+    network = shared.with_padding(Gemma2ForSequenceClassification(config))
+    with torch.no_grad():
+        network.score.weight.normal_(std=0.3)
+    classifier("gemma2", network, tokenizer)
+
+
+QUESTION = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. '
+            'Note that the answer can only be "yes" or "no".')
+BEFORE = f"<|im_start|>system\n{QUESTION}<|im_end|>\n<|im_start|>user\n"
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+PAIR_TEMPLATE = (
+    BEFORE + "<Instruct>: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first"
+    " | default('" + INSTRUCT + "') }}\n"
+    "<Query>: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "<Document>: {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}" + AFTER)
+CHAT_TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+                 "{% endfor %}<|im_start|>assistant\n")
+OTHER_INSTRUCT = "Find what contradicts the query"
+
+
+def causal_reranker():
+    texts = [BEFORE, AFTER, INSTRUCT, "<Instruct>: <Query>: <Document>: "] * 6 + ["yes", "no"] * 20
+    tokenizer = shared.qwen_bpe(400, end=False, more=texts)
+    tokenizer.model_max_length = 160
+    config = Qwen3Config(**shared.decoder_shape(tokenizer, max_position_embeddings=256, tie_word_embeddings=True))
+    return shared.randomise(shared.with_padding(Qwen3ForCausalLM(config))), tokenizer
+
+
+def logits():
+    network, tokenizer = causal_reranker()
+    tokenizer.chat_template = PAIR_TEMPLATE
+    raw, folder = FIXTURES / "raw-logits", FIXTURES / "score-logits"
+    shutil.rmtree(folder, ignore_errors=True)
+    network.save_pretrained(raw)
+    tokenizer.save_pretrained(raw)
+    CrossEncoder(str(raw), device="cpu").save_pretrained(str(folder), create_model_card=False)
+    shutil.rmtree(raw)
+    model = CrossEncoder(str(folder), device="cpu")
+    assert model.max_seq_length == 160 and isinstance(model.activation_fn, torch.nn.Sigmoid)
+    plain = torch.nn.Identity()
+    found = [model.predict([pair], activation_fn=plain)[0] for pair in PAIRS]
+    scores = [model.predict([pair])[0] for pair in PAIRS]
+    instructed = [model.predict([pair], activation_fn=plain, prompt=OTHER_INSTRUCT)[0] for pair in PAIRS]
+    write(folder, {"pairs": PAIRS, "logits": shared.short(found), "scores": shared.short(scores),
+                   "instruction": [OTHER_INSTRUCT], "instructed": shared.short(instructed)})
+
+
+def logits_published():
+    network, tokenizer = causal_reranker()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    folder = FIXTURES / "score-logits-published"
+    shutil.rmtree(folder, ignore_errors=True)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder).eval()
+    yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    assert yes is not None and no is not None and yes != no
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (BEFORE, AFTER))
+    room = tokenizer.model_max_length - len(before) - len(after)
+
+    @torch.inference_mode()
+    def logit(query, document, instruction=INSTRUCT):
+        text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        ids = tokenizer.encode(text, add_special_tokens=False, truncation="longest_first", max_length=room)
+        ids = torch.tensor([[*before, *ids, *after]])
+        both = network(input_ids=ids, logits_to_keep=1).logits[0, -1, [no, yes]]
+        return (both.log_softmax(0)[1] - both.log_softmax(0)[0]).item()
+
+    found = [logit(*pair) for pair in PAIRS]
+    write(folder, {"pairs": PAIRS, "logits": shared.short(found),
+                   "scores": shared.short(torch.tensor(found, dtype=torch.float64).sigmoid().tolist()),
+                   "instruction": [OTHER_INSTRUCT],
+                   "instructed": shared.short([logit(*pair, OTHER_INSTRUCT) for pair in PAIRS])})
+
+
 MADE = {"bert": bert, "xlm-roberta": xlm_roberta, "roberta": roberta, "distilbert": distilbert,
         "modernbert": modernbert, "electra": electra, "nli-bert": nli_bert, "nli-roberta": nli_roberta,
-        "deberta": deberta, "deberta-rerank": deberta_rerank}
+        "deberta": deberta, "deberta-rerank": deberta_rerank, "qwen3": qwen3, "gemma2": gemma2, "logits": logits,
+        "logits-published": logits_published}
 
 
 def main():

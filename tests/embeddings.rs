@@ -132,6 +132,9 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
         "tiny-layer-norm",
         "tiny-deberta",
         "tiny-deberta-v2",
+        "tiny-qwen3",
+        "tiny-qwen2-both-ways",
+        "tiny-gemma3-both-ways",
     ] {
         assert_equals_fixture(&mut load(&fixture(name)), name);
     }
@@ -195,7 +198,7 @@ fn each_property_of_deberta_changes_the_vectors_as_in_the_reference() {
 
 #[test]
 fn a_prompt_is_put_before_each_text_by_request_or_by_the_pools_setting() {
-    for name in ["tiny-prompts", "tiny-nomic", "tiny-unpooled-prompt"] {
+    for name in ["tiny-prompts", "tiny-nomic", "tiny-unpooled-prompt", "tiny-qwen3"] {
         let mut model = load(&fixture(name));
         let file = std::fs::read(fixture(name).join("prompted.json")).expect("a fixture");
         let rows: Vec<Value> = serde_json::from_slice(&file).expect("a list");

@@ -12,12 +12,20 @@ use serde_json::{Value, json};
 
 const TOLERANCE: f64 = 1e-5;
 /// Models with one label.
-const SCORERS: [&str; 5] =
-    ["score-bert", "score-xlm-roberta", "score-modernbert", "score-electra", "score-deberta-rerank"];
+const SCORERS: [&str; 8] = [
+    "score-bert",
+    "score-xlm-roberta",
+    "score-modernbert",
+    "score-electra",
+    "score-deberta-rerank",
+    "score-qwen3",
+    "score-logits",
+    "score-logits-published",
+];
 /// Models of natural language inference.
 const INFERENCE: [&str; 2] = ["score-nli-bert", "score-nli-roberta"];
 /// Models with several.
-const CLASSIFIERS: [&str; 3] = ["score-roberta", "score-distilbert", "score-deberta"];
+const CLASSIFIERS: [&str; 4] = ["score-roberta", "score-distilbert", "score-deberta", "score-gemma2"];
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -103,6 +111,42 @@ fn scores_are_those_of_a_cross_encoder_together_and_alone() {
             }
         }
     }
+}
+
+#[test]
+fn an_instruction_is_a_part_of_the_prompt_or_refused() {
+    for name in ["score-logits", "score-logits-published"] {
+        let mut model = pairs::load(&spec(name), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        let expected = expected(name);
+        let pairs = rows(&expected, "pairs");
+        let side = |index: usize| pairs.iter().map(|pair| pair[index].clone()).collect::<Vec<_>>();
+        let instruction = &expected["instruction"][0];
+        let body = json!({
+            "text_1": side(0), "text_2": side(1), "raw_scores": true, "instruction": instruction
+        });
+        let together = answer(&mut model, "/v1/score", &body);
+        for (index, right) in rows(&expected, "instructed").iter().enumerate() {
+            assert_close(&together["data"][index]["score"], right, &format!("{name}: {}", pairs[index]));
+        }
+        let body = json!({
+            "query": pairs[0][0], "documents": [pairs[0][1]], "raw_scores": true, "instruction": instruction
+        });
+        let reranked = answer(&mut model, "/v1/rerank", &body);
+        assert_close(&reranked["results"][0]["relevance_score"], &expected["instructed"][0], name);
+        let body = json!({"query": "q", "documents": ["a"], "instruction": "x".repeat(5_000)});
+        let Err(error) = preprocess(&model.0, "/v1/rerank", &body) else { panic!("it is too long") };
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("instruction")));
+        let long = "the tide carries a message ".repeat(60);
+        let cut = reply(&mut model, "/v1/rerank", &json!({"query": "q", "documents": ["a", long]}));
+        assert_eq!(cut.headers["truncated"].as_i64(), Some(1));
+    }
+    let (processor, _) =
+        pairs::load(&spec("score-qwen3"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let body = json!({"query": "q", "documents": ["a"], "instruction": "find it"});
+    let Err(error) = preprocess(&processor, "/v1/rerank", &body) else { panic!("it takes none") };
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("instruction")));
+    let body = json!({"query": "q", "documents": ["a"], "instruction": null});
+    assert!(preprocess(&processor, "/v1/rerank", &body).is_ok());
 }
 
 #[test]

@@ -251,6 +251,11 @@ impl Description {
         classes.into_iter().flatten().filter_map(Value::as_str)
     }
 
+    /// Whether the model has this module of sentence-transformers.
+    pub fn has_module(&self, kind: &str) -> bool {
+        self.modules.iter().any(|module| module == kind)
+    }
+
     /// Whether the model's own files say how its embeddings are made.
     pub fn has_pooling(&self) -> bool {
         self.modules.iter().any(|kind| kind == POOLING)

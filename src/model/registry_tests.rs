@@ -114,13 +114,34 @@ fn modules_decide_before_architectures_and_a_task_before_both() {
     let error = assumed(&config("bert", "BertModel"), Some(splade), None).unwrap_err();
     assert!(error.contains("\"embed_sparse\""), "{error}");
     let embedder = config("qwen3", "Qwen3ForCausalLM");
-    let error = assumed(&embedder, Some(POOLED), None).unwrap_err();
-    assert!(
-        error.contains("modules.json has a Pooling module, and \"qwen3\"")
-            && error.contains("pool.task may be generate"),
-        "{error}"
-    );
+    assert_eq!(assumed(&embedder, Some(POOLED), None), Ok(("embed", Vec::new())));
     assert_eq!(assumed(&embedder, Some(POOLED), Some("generate")), Ok(("generate", Vec::new())));
+    let error = assumed(&config("vit", "ViTForImageClassification"), Some(POOLED), None).unwrap_err();
+    assert!(error.contains("the task \"embed\"") && error.contains("pool.task may be classify"), "{error}");
+}
+
+#[test]
+fn a_decoder_generates_unless_its_files_or_the_task_make_it_an_embedder_or_a_reranker() {
+    let config = |class: &str| format!(r#"{{"model_type":"qwen3","architectures":["{class}"]}}"#);
+    let causal = config("Qwen3ForCausalLM");
+    assert_eq!(assumed(&causal, None, None), Ok(("generate", Vec::new())));
+    let (_, of_embedder) = assumed(&causal, None, Some("embed")).unwrap();
+    assert!(of_embedder[0].contains("the vector of its last token"), "{of_embedder:?}");
+    let (_, of_reranker) = assumed(&causal, None, Some("rerank")).unwrap();
+    assert!(of_reranker[0].contains("Qwen3-Reranker's model card"), "{of_reranker:?}");
+    let scored = POOLED.replace("Pooling", "LogitScore");
+    assert_eq!(assumed(&causal, Some(&scored), None), Ok(("rerank", Vec::new())));
+    assert_eq!(assumed(&config("Qwen3Model"), None, None).unwrap().0, "embed");
+    let labels = |count: usize| {
+        let class = config("Qwen3ForSequenceClassification");
+        class.replace('}', &format!(r#","num_labels":{count}}}"#))
+    };
+    assert_eq!(assumed(&labels(1), None, None).unwrap().0, "rerank");
+    assert_eq!(assumed(&labels(3), None, None).unwrap().0, "classify");
+    let llama = r#"{"model_type":"llama","architectures":["LlamaForCausalLM"]}"#;
+    assert!(
+        assumed(llama, None, Some("rerank")).unwrap_err().contains("\"rerank\", but for embed, generate")
+    );
 }
 
 /// The family of a folder with these files.
@@ -275,7 +296,7 @@ fn a_head_whose_weights_would_be_ignored_is_refused_unless_the_task_asks_for_it(
     for (kind, class) in [
         ("bert", "BertForMultipleChoice"),
         ("roberta", "RobertaForQuestionAnswering"),
-        ("qwen3", "Qwen3ForSequenceClassification"),
+        ("qwen3", "Qwen3ForQuestionAnswering"),
         ("llama", "LlamaForTokenClassification"),
     ] {
         let error = assumed(&config(kind, class), None, None).unwrap_err();

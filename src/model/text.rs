@@ -9,6 +9,7 @@ use super::load::tokenizer::TextTokenizer;
 use super::load::weights::{Precision, Weights};
 use super::nets::encoder::Output;
 use super::nets::encoder::config::NetworkConfig;
+use super::nets::encoder::text_config::TextConfig;
 use super::tasks::sentence_settings::SentenceSettings;
 use super::tasks::{load_text_model, tokenized};
 use super::{Device, Inputs, LoadError, LoadSpec, TaskError};
@@ -50,8 +51,9 @@ impl TextEncoder {
         let limits = SentenceSettings::limits(&files)?;
         let width = pooling.as_ref().map_or(config.hidden, |pooling| pooling.width(config.hidden));
         let output = pooling.map_or(Output::Tokens, |pooling| Output::Pooled(pooling.into()));
-        let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
+        let config = TextConfig::Encoder(config);
+        let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
         let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
         let tokenizer = Tokenizer { tokenizer: Arc::new(tokenizer), max_inputs: spec.max_inputs };
         Ok(Self { tokenizer, network, width, weights })

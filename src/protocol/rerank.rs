@@ -3,10 +3,10 @@
 
 use serde::Serialize;
 
-use super::TaskError;
 use super::fields::{Fields, Keys, each_item, keys, list, string, texts};
 use super::labels::highest_indices;
 use super::reply::{Usage, to_json};
+use super::{TaskError, TaskErrorKind};
 
 /// The URL of requests to sort documents.
 pub const RERANK_URL: &str = "/v1/rerank";
@@ -17,17 +17,17 @@ pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
 
 const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
-    "truncate";
-    "chat_template_kwargs" = "null", "instruction" = "null", "max_chunks_per_doc" = "null",
+    "truncate", "instruction";
+    "chat_template_kwargs" = "null", "max_chunks_per_doc" = "null",
     "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0", "mm_processor_kwargs" = "null",
     "padding" = "null", "rank_fields" = "null", "relevant_spans" = "null", "truncate_prompt_tokens" = "null",
     "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 const DOCUMENT: Keys = keys! { "text" };
 const SCORE: Keys = keys! {
-    "model", "text_1", "text_2", "raw_scores", "truncate";
+    "model", "text_1", "text_2", "raw_scores", "truncate", "instruction";
     "chat_template_kwargs" = "null", "data_1" = "null", "data_2" = "null", "documents" = "null",
-    "instruction" = "null", "items" = "null", "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0",
+    "items" = "null", "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0",
     "mm_processor_kwargs" = "null", "padding" = "null", "queries" = "null", "truncate_prompt_tokens" = "null",
     "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
@@ -43,6 +43,8 @@ pub struct PairsRequest {
     pub field: &'static str,
     /// The model asked for, if any.
     pub model: Option<String>,
+    /// What makes a second text relevant for the first, in words, for models whose prompts have an instruction.
+    pub instruction: Option<String>,
     /// Whether the reply has the model's raw scores instead of their sigmoid.
     pub raw_scores: bool,
     /// Whether pairs that are too long are cut; otherwise they are refused.
@@ -81,6 +83,7 @@ impl PairsRequest {
             second: each_item(&documents, field, document)?,
             field,
             model: fields.string("model")?,
+            instruction: instruction(&fields)?,
             raw_scores: fields.boolean("raw_scores", false)?,
             truncate: fields.boolean("truncate", true)?,
             form: Form::Rerank {
@@ -111,10 +114,26 @@ impl PairsRequest {
             second,
             field: "text_2",
             model: fields.string("model")?,
+            instruction: instruction(&fields)?,
             raw_scores: fields.boolean("raw_scores", false)?,
             truncate: fields.boolean("truncate", true)?,
             form: Form::Score,
         })
+    }
+}
+
+/// The largest instruction in bytes. It is a part of the prompt of each pair.
+const MAX_INSTRUCTION: usize = 4 << 10;
+
+/// The `instruction` of a request.
+fn instruction(fields: &Fields<'_>) -> Result<Option<String>, TaskError> {
+    let instruction = fields.string("instruction")?;
+    match instruction.as_ref().map(String::len).filter(|bytes| *bytes > MAX_INSTRUCTION) {
+        None => Ok(instruction),
+        Some(bytes) => {
+            let message = format!("instruction has {bytes} bytes; at most {MAX_INSTRUCTION} are allowed");
+            Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("instruction"))
+        }
     }
 }
 
@@ -207,7 +226,6 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::protocol::TaskErrorKind;
 
     fn refusal(result: Result<PairsRequest, TaskError>) -> (TaskErrorKind, String) {
         let error = result.expect_err("a refusal");

@@ -1,5 +1,5 @@
 //! Attention of some tokens over keys and values in the paged cache. With causal attention, a token attends to the
-//! tokens of its own sequence up to itself. With cross attention, it attends to all of another sequence, such as the
+//! tokens of its own sequence up to itself; with attention both ways, also to those after itself. With cross attention, it attends to all of another sequence, such as the
 //! output of an encoder. Sums are computed in a fixed order, so a token's result depends neither on the other tokens
 //! that are computed with it, nor on how its sequence was split into steps.
 
@@ -44,7 +44,7 @@ impl Span<'_> {
 pub struct Scoring {
     /// The factor of each product.
     pub scale: f32,
-    /// The largest number of tokens that a token attends to, itself included. None if there is no limit.
+    /// A token attends only to tokens whose distance from it is smaller than this. None if there is no limit.
     pub window: Option<usize>,
     /// The bound c of the scores, each of which becomes c·tanh(score / c). None if they are not bounded.
     pub soft_cap: Option<f32>,
@@ -80,6 +80,19 @@ pub fn attend(
     out: &mut [f32],
 ) {
     let parts: Vec<Part<'_>> = spans.iter().map(|span| Part::causal(span, scoring)).collect();
+    attend_parts(kv, layer, &parts, queries, out);
+}
+
+/// As [`attend`], but each token also attends to the tokens after itself. `spans` are whole sequences.
+pub fn attend_both_ways(
+    kv: &KvBlocks,
+    layer: usize,
+    scoring: Scoring,
+    spans: &[Span<'_>],
+    queries: &[f32],
+    out: &mut [f32],
+) {
+    let parts: Vec<Part<'_>> = spans.iter().map(|span| Part::both_ways(span, scoring)).collect();
     attend_parts(kv, layer, &parts, queries, out);
 }
 
@@ -142,11 +155,19 @@ enum VisibleKeys {
     UpTo(usize),
     /// Each token attends to this many keys.
     All(usize),
+    /// The first token is at position `first` of a sequence of `keys` tokens, of which each token attends to those within
+    /// its window on either side.
+    Around { first: usize, keys: usize },
 }
 
 impl<'a> Part<'a> {
     fn causal(span: &Span<'a>, scoring: Scoring) -> Self {
         Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::UpTo(span.first), scoring }
+    }
+
+    fn both_ways(span: &Span<'a>, scoring: Scoring) -> Self {
+        let visible = VisibleKeys::Around { first: span.first, keys: span.first + span.count };
+        Self { blocks: span.blocks, count: span.count, visible, scoring }
     }
 
     fn across(span: &CrossSpan<'a>, scoring: Scoring) -> Self {
@@ -155,7 +176,11 @@ impl<'a> Part<'a> {
 
     /// The first key that a token attends to, by the token's index in this part.
     fn first_key(&self, token: usize) -> usize {
-        self.scoring.window.map_or(0, |window| (self.last_key(token) + 1).saturating_sub(window))
+        let position = match self.visible {
+            VisibleKeys::UpTo(first) | VisibleKeys::Around { first, .. } => first + token,
+            VisibleKeys::All(keys) => keys - 1,
+        };
+        self.scoring.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
     /// The last key that a token attends to, by the token's index in this part.
@@ -163,6 +188,10 @@ impl<'a> Part<'a> {
         match self.visible {
             VisibleKeys::UpTo(first) => first + token,
             VisibleKeys::All(keys) => keys - 1,
+            VisibleKeys::Around { first, keys } => {
+                let last = |window: usize| (first + token).saturating_add(window - 1);
+                self.scoring.window.map_or(keys - 1, |window| last(window).min(keys - 1))
+            }
         }
     }
 
@@ -170,6 +199,9 @@ impl<'a> Part<'a> {
     fn slice(&self, first: usize, count: usize) -> Self {
         let visible = match self.visible {
             VisibleKeys::UpTo(position) => VisibleKeys::UpTo(position + first),
+            VisibleKeys::Around { first: position, keys } => {
+                VisibleKeys::Around { first: position + first, keys }
+            }
             all @ VisibleKeys::All(_) => all,
         };
         Self { count, visible, ..*self }
@@ -644,7 +676,19 @@ mod tests {
     fn expected(
         case: &Case,
         scoring: Scoring,
+        of_head: (usize, usize),
+        position: usize,
+        query: &[f32],
+    ) -> Vec<f64> {
+        expected_of(case, scoring, of_head, 0..=position, position, query)
+    }
+
+    /// As [`expected`], of `keys`.
+    fn expected_of(
+        case: &Case,
+        scoring: Scoring,
         (sequence, head): (usize, usize),
+        keys: std::ops::RangeInclusive<usize>,
         position: usize,
         query: &[f32],
     ) -> Vec<f64> {
@@ -657,9 +701,8 @@ mod tests {
             let cap = scoring.soft_cap.map(f64::from);
             cap.map_or(score, |cap| cap * (score / cap).tanh()).exp()
         };
-        let is_seen = |key: usize| scoring.window.is_none_or(|window| position - key < window);
-        let weights: Vec<f64> =
-            (0..=position).map(|key| if is_seen(key) { score(key) } else { 0.0 }).collect();
+        let is_seen = |key: usize| scoring.window.is_none_or(|window| position.abs_diff(key) < window);
+        let weights: Vec<f64> = keys.map(|key| if is_seen(key) { score(key) } else { 0.0 }).collect();
         let total: f64 = weights.iter().sum();
         let value = |number: usize| {
             let sum = |(position, weight): (usize, &f64)| {
@@ -719,6 +762,56 @@ mod tests {
                         }
                     });
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn attention_both_ways_equals_the_plain_formula_and_is_the_same_in_any_batch() {
+        for (heads, group, width) in [(1, 1, 64), (2, 3, 24)] {
+            let shape = KvShape { layers: 2, heads, width, numbers: KvNumbers::F32 };
+            let lengths = [1, 40, 100];
+            let (case, row) = (case(shape, &lengths), heads * group * width);
+            let queries = flat(&[141, row], 9);
+            let usual = Scoring::usual(width);
+            for scoring in [
+                usual,
+                Scoring { window: Some(1), ..usual },
+                Scoring { scale: 0.7, window: Some(20), soft_cap: Some(1.5) },
+                Scoring { window: Some(usize::MAX), ..usual },
+            ] {
+                let span = |i: usize| Span { blocks: &case.tables[i], first: 0, count: lengths[i] };
+                let of = |spans: &[Span<'_>], queries: &[f32]| {
+                    let mut out = vec![f32::NAN; queries.len()];
+                    attend_both_ways(&case.kv, 1, scoring, spans, queries, &mut out);
+                    out
+                };
+                on_every_cpu(|| {
+                    let together = of(&[span(0), span(1), span(2)], &queries);
+                    let mut first = 0;
+                    for (sequence, length) in lengths.into_iter().enumerate() {
+                        let rows = first * row..(first + length) * row;
+                        assert_eq!(of(&[span(sequence)], &queries[rows.clone()]), together[rows]);
+                        for position in 0..length {
+                            for head in 0..heads * group {
+                                let at = (first + position) * row + head * width;
+                                let expected = expected_of(
+                                    &case,
+                                    scoring,
+                                    (sequence, head / group),
+                                    0..=length - 1,
+                                    position,
+                                    &queries[at..at + width],
+                                );
+                                for (ours, expected) in together[at..].iter().zip(expected) {
+                                    let error = (f64::from(*ours) - expected).abs();
+                                    assert!(error < 2e-6, "{shape:?} {sequence} {position} {head}: {error}");
+                                }
+                            }
+                        }
+                        first += length;
+                    }
+                });
             }
         }
     }

@@ -170,7 +170,8 @@ class AsyncClient(Defaults):
     ) -> list[Ranked]:
         """The documents by how well they answer the query, best first. Scores are between 0 and 1.
 
-        All documents are one task: at most `pool.max_inputs` of them.
+        All documents are one task: at most `pool.max_inputs` of them. `instruction` says what makes a document relevant, for
+        models whose prompts have an instruction.
         """
         return await self._gather(_task.rerank(self, query, documents, {**more, "top_n": top_n}))
 

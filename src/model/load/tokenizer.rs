@@ -143,10 +143,10 @@ impl TextTokenizer {
         });
         tokenizer.with_padding(None).with_truncation(None).map_err(library_fault)?;
         let one = tokenizer.encode("a", true).map_err(library_fault)?;
-        let [before, after]: [Vec<u32>; 2] = special_runs(one.get_ids(), one.get_special_tokens_mask());
+        let [before, after]: [Vec<u32>; 2] = special_runs(one.get_ids(), &one.get_sequence_ids());
         let two = tokenizer.encode(("a", "b"), true).map_err(library_fault)?;
         let [before_pair, between, after_pair]: [Vec<u32>; 3] =
-            special_runs(two.get_ids(), two.get_special_tokens_mask());
+            special_runs(two.get_ids(), &two.get_sequence_ids());
         // A larger id would be outside the network's token embeddings.
         let largest = tokenizer.get_vocab(false).into_values().chain(two.get_ids().iter().copied()).max();
         if let Some(largest) = largest.filter(|largest| *largest as usize >= vocabulary) {
@@ -451,19 +451,16 @@ pub fn no_ids(reason: NoIds<tokenizers::Error>) -> TaskError {
     }
 }
 
-/// The runs of special tokens in an encoded text or pair: before, between (of a pair) and after.
-fn special_runs<const RUNS: usize>(ids: &[u32], mask: &[u32]) -> [Vec<u32>; RUNS] {
+/// The runs of special tokens in an encoded text or pair: before, between (of a pair) and after. `texts` has the index of
+/// each token's text; none for special tokens.
+fn special_runs<const RUNS: usize>(ids: &[u32], texts: &[Option<usize>]) -> [Vec<u32>; RUNS] {
     let mut runs = [const { Vec::new() }; RUNS];
     let mut run = 0;
-    let mut was_special = true;
-    for (id, is_special) in ids.iter().zip(mask.iter().map(|mark| *mark == 1)) {
-        if is_special && !was_special {
-            run = (run + 1).min(RUNS - 1);
+    for (id, text) in ids.iter().zip(texts) {
+        match text {
+            Some(text) => run = (text + 1).min(RUNS - 1),
+            None => runs[run].push(*id),
         }
-        if is_special {
-            runs[run].push(*id);
-        }
-        was_special = is_special;
     }
     runs
 }
@@ -495,11 +492,15 @@ mod tests {
 
     #[test]
     fn special_tokens_are_found_before_between_and_after() {
-        let found: [Vec<u32>; 3] = special_runs(&[1, 10, 11, 2, 2, 12, 2], &[1, 0, 0, 1, 1, 0, 1]);
+        let (a, b) = (Some(0), Some(1));
+        let texts = [None, a, a, None, None, b, None];
+        let found: [Vec<u32>; 3] = special_runs(&[1, 10, 11, 2, 2, 12, 2], &texts);
         assert_eq!(found, [vec![1], vec![2, 2], vec![2]]);
-        let found: [Vec<u32>; 3] = special_runs(&[10, 12], &[0, 0]);
+        let found: [Vec<u32>; 3] = special_runs(&[10, 12], &[a, b]);
         assert!(found.iter().all(Vec::is_empty), "{found:?}");
-        let found: [Vec<u32>; 2] = special_runs(&[10, 2], &[0, 1]);
+        let found: [Vec<u32>; 3] = special_runs(&[10, 12, 2], &[a, b, None]);
+        assert_eq!((&*found[1], &*found[2]), (&[][..], &[2][..]));
+        let found: [Vec<u32>; 2] = special_runs(&[10, 2], &[a, None]);
         assert_eq!((found[0].len(), &*found[1]), (0, &[2][..]));
     }
 

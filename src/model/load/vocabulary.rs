@@ -7,7 +7,7 @@ use serde::Deserialize;
 use tokenizers::{PostProcessorWrapper, Tokenizer};
 
 use super::ModelFiles;
-use super::chat_template::{ChatTemplates, SpecialTokens, TemplateField};
+use super::chat_template::{ChatTemplates, PairTemplate, SpecialTokens, TemplateField};
 use super::gguf::Gguf;
 use super::gguf_tokenizer::GgufTokenizer;
 use super::long_text::{Side, TextIds, ids_of};
@@ -71,7 +71,7 @@ impl TokenTexts {
 }
 
 /// A token in `tokenizer_config.json`: its text, or an object with it.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(untagged)]
 pub enum TokenField {
     Text(String),
@@ -121,6 +121,38 @@ struct TokenizerConfig {
     chat_template: Option<TemplateField>,
 }
 
+impl TokenizerConfig {
+    /// The special tokens that chat templates may use, and the templates in the file.
+    fn for_templates(self) -> (SpecialTokens, Option<TemplateField>) {
+        let named = [
+            self.bos_token,
+            self.eos_token,
+            self.pad_token,
+            self.unk_token,
+            self.sep_token,
+            self.cls_token,
+            self.mask_token,
+        ];
+        let mut special_tokens = special_tokens(named.map(|token| token.map(TokenField::text)));
+        let additional = self.additional_special_tokens.and_then(TokensField::texts);
+        special_tokens.extend(additional.map(|texts| ("additional_special_tokens", texts.into())));
+        (special_tokens, self.chat_template)
+    }
+}
+
+/// Reads the chat template of a reranker, which gets `variables` beside the pair.
+///
+/// # Errors
+/// As [`PairTemplate::from_files`].
+pub fn pair_template(
+    files: &ModelFiles,
+    variables: serde_json::Map<String, serde_json::Value>,
+) -> Result<Result<PairTemplate, String>, LoadError> {
+    let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
+    let (special_tokens, template) = config.for_templates();
+    PairTemplate::from_files(files, template, special_tokens, variables)
+}
+
 /// One id or several.
 #[derive(Deserialize)]
 #[serde(untagged)]
@@ -166,21 +198,16 @@ impl Vocabulary {
                 None => {}
             }
         }
-        let end = config.eos_token.map(TokenField::text);
+        let end = config.eos_token.clone().map(TokenField::text);
         ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
-        let begin = config.bos_token.map(TokenField::text);
+        let begin = config.bos_token.clone().map(TokenField::text);
         let mut begin_id = None;
         if let Some(adds_begin) = config.add_bos_token {
             tokenizer.with_post_processor(None::<PostProcessorWrapper>);
             begin_id = begin.as_deref().filter(|_| adds_begin).and_then(|begin| tokenizer.token_to_id(begin));
         }
-        let others =
-            [config.pad_token, config.unk_token, config.sep_token, config.cls_token, config.mask_token];
-        let named = [begin, end].into_iter().chain(others.map(|token| token.map(TokenField::text)));
-        let mut special_tokens = special_tokens(named);
-        let additional = config.additional_special_tokens.and_then(TokensField::texts);
-        special_tokens.extend(additional.map(|texts| ("additional_special_tokens", texts.into())));
-        let chat = ChatTemplates::from_files(files, config.chat_template, &special_tokens)?;
+        let (special_tokens, template) = config.for_templates();
+        let chat = ChatTemplates::from_files(files, template, &special_tokens)?;
         Ok(Self { tokenizer, begin: begin_id, ends, chat, texts })
     }
 

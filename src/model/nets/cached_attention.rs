@@ -25,27 +25,54 @@ pub(super) struct Group {
     mask: Tensor,
 }
 
+/// The tokens of its sequence that a row attends to.
+#[derive(Clone, Copy)]
+pub(super) struct Reach {
+    /// Those whose distance from it is smaller than this. None if there is no limit.
+    pub(super) window: Option<usize>,
+    /// Whether none of them comes after it. Otherwise spans are whole sequences.
+    pub(super) is_causal: bool,
+}
+
+impl Reach {
+    /// All up to the row's own.
+    pub(super) const CAUSAL: Self = Self { window: None, is_causal: true };
+
+    fn first_key(self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// The end of the keys that the row at `position` of `span` attends to.
+    fn end(self, span: &Span<'_>, position: usize) -> usize {
+        match (self.is_causal, self.window) {
+            (true, _) => position + 1,
+            (false, None) => span.first + span.count,
+            (false, Some(window)) => position.saturating_add(window).min(span.first + span.count),
+        }
+    }
+}
+
 impl Group {
-    /// Copies the plan of a group to the device. A row attends to at most `window` tokens, itself included. Shorter
-    /// sequences are padded with `padding_slot`, whose keys and values are zeros.
+    /// Copies the plan of a group to the device. Shorter sequences are padded with `padding_slot`, whose keys and values
+    /// are zeros.
     ///
     /// # Errors
     /// The device fails.
     pub(super) fn new(
         packed: &Packed<'_>,
         group: &PackedGroup,
-        window: Option<usize>,
+        reach: Reach,
         padding_slot: u32,
         device: &Device,
     ) -> Result<Self> {
         let PackedGroup { rows, sequences } = group;
         let group_rows = &packed.rows[rows.clone()];
-        let first_key = |position: usize| window.map_or(0, |window| (position + 1).saturating_sub(window));
         // The rows of a sequence are in the order of their positions. Each attends to some of these keys.
         let rows_of_each = group_rows.len() / sequences;
         let keys_of = |row: usize| {
             let first_row = if *sequences == 1 { 0 } else { row };
-            first_key(group_rows[first_row].1)..group_rows[row].1 + 1
+            let (span, position) = group_rows[row];
+            reach.first_key(group_rows[first_row].1)..reach.end(span, position)
         };
         let last_rows = group_rows.len() - sequences..group_rows.len();
         let keys = last_rows.clone().map(|row| keys_of(row).len()).max().unwrap_or_default();
@@ -55,8 +82,8 @@ impl Group {
             slots.resize(slots.len().next_multiple_of(keys), padding_slot);
         }
         let mask = |row: usize| {
-            let (position, begin) = (group_rows[row].1, keys_of(row).start);
-            let seen = first_key(position)..position + 1;
+            let ((span, position), begin) = (group_rows[row], keys_of(row).start);
+            let seen = reach.first_key(position)..reach.end(span, position);
             (begin..begin + keys).map(move |key| if seen.contains(&key) { 0.0 } else { f32::NEG_INFINITY })
         };
         let mask: Vec<f32> = (0..group_rows.len()).flat_map(mask).collect();

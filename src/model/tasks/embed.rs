@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
@@ -18,7 +19,8 @@ use crate::model::family::{
 };
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::decoder::architectures::CONFIG_ARCHITECTURES;
+use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::ops::pooling::normalize;
 use crate::model::{
@@ -33,12 +35,12 @@ pub static FAMILY: Family = Family {
     name: "embed",
     routes: &[Route::json(URL)],
     serves: Serves::Files(FileRules {
-        configs: &Architecture::NAMES,
+        configs: &NAMES,
         ggufs: &[],
         pipelines: &[],
         libraries: &["SentenceTransformer"],
         modules: &[POOLING],
-        accepts: |model| model.architecture != "t5" || is_encoder_of_t5(model),
+        accepts,
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
         fewer_routes: None,
         assumptions,
@@ -56,9 +58,15 @@ pub static FAMILY: Family = Family {
     example: Example { model: "tiny-bert-cls", options: &[] },
 };
 
-/// Whether a model of T5's architecture is its encoder, and not the encoder and decoder that generate text.
-fn is_encoder_of_t5(model: &Description) -> bool {
-    model.has_pooling() || model.classes().next() == Some("T5EncoderModel")
+/// Whether a model of an architecture that also generates text is one of vectors: the encoder of T5, or a decoder whose
+/// class is known.
+fn accepts(model: &Description) -> bool {
+    let class = model.classes().next();
+    match &*model.architecture {
+        _ if model.has_pooling() => true,
+        "t5" => class == Some("T5EncoderModel"),
+        architecture => class.is_some() || !CONFIG_ARCHITECTURES.contains(&architecture),
+    }
 }
 
 /// Pooling is assumed without `modules.json`, and a head that is not used is named.
@@ -66,9 +74,12 @@ fn assumptions(model: &Description) -> Vec<String> {
     if model.has_pooling() {
         return Vec::new();
     }
+    let is_causal = model.fields.get("is_causal") != Some(&Value::Bool(false))
+        && model.classes().next().is_some_and(|class| class.ends_with("ForCausalLM"));
+    let vector = if is_causal { "the vector of its last token" } else { "the mean of its tokens' vectors" };
     let mut all = vec![format!(
-        "a text's vector is the mean of its tokens' vectors, not normalised, and no prompt is put before the text: the model \
-         has no {MODULES} with {POOLING}"
+        "a text's vector is {vector}, not normalised, and no prompt is put before the text: the model has no {MODULES} with \
+         {POOLING}"
     )];
     if let Some(class) = model.classes().next().filter(|class| !class.ends_with("Model")) {
         all.push(format!("the head of {class} is not used"));
@@ -91,7 +102,7 @@ impl Options {
 
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let hidden = NetworkConfig::read(&files, &spec.source)?.hidden;
+    let hidden = TextConfig::read(&files, &spec.source)?.hidden();
     let settings = SentenceSettings::read(&files, &spec.source, hidden)?;
     Options::prompts(spec, settings.prompts)?;
     check_text_files(&files, spec)
@@ -104,10 +115,10 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 /// computes wrongly.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let config = NetworkConfig::read(&files, &spec.source)?;
-    let settings = SentenceSettings::read(&files, &spec.source, config.hidden)?;
+    let config = TextConfig::read(&files, &spec.source)?;
+    let settings = SentenceSettings::read(&files, &spec.source, config.hidden())?;
     let vectors =
-        Vectors { width: settings.head.width(config.hidden), normalize: settings.head.normalizes() };
+        Vectors { width: settings.head.width(config.hidden()), normalize: settings.head.normalizes() };
     let output = Output::Pooled(settings.head);
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, settings.limits, &output)?;
     let processor = EmbeddingProcessor {

@@ -19,7 +19,7 @@ use super::{
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
@@ -118,7 +118,7 @@ pub static FAMILY: Family = Family {
     name: "classify",
     routes: &[Route::json(URL)],
     serves: Serves::Files(FileRules {
-        configs: &Architecture::NAMES,
+        configs: &NAMES,
         ggufs: &[],
         pipelines: &[],
         libraries: &["CrossEncoder"],
@@ -171,7 +171,7 @@ pub(super) fn label_count(model: &Description) -> Option<u64> {
 /// As [`embed::load`](super::embed::load).
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let config = NetworkConfig::read(&files, &spec.source)?;
+    let config = TextConfig::read(&files, &spec.source)?;
     let labels = Labels::read(&files, &spec.source)?;
     let entailment = Entailment::read(&files, &labels.names)?;
     let limits = SentenceSettings::limits(&files)?;

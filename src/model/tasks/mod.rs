@@ -10,6 +10,7 @@ pub mod image;
 #[cfg(feature = "candle-transformers")]
 pub mod image_generation;
 pub mod labels;
+mod logit_score;
 mod names;
 pub mod pairs;
 mod probabilities;
@@ -31,8 +32,7 @@ use rayon::prelude::*;
 use self::sentence_settings::SentenceSettings;
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
-use super::nets::check_widths;
-use super::nets::encoder::config::NetworkConfig;
+use super::nets::encoder::text_config::TextConfig;
 use super::nets::encoder::{Output, TextNetwork};
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::Body;
@@ -58,8 +58,7 @@ fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
 
 /// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
 fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
-    let config = NetworkConfig::read(files, &spec.source)?;
-    check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner)])?;
+    TextConfig::read(files, &spec.source)?.check(spec)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }
@@ -69,23 +68,23 @@ pub(super) fn load_text_model(
     spec: &LoadSpec,
     device: &Device,
     files: &ModelFiles,
-    config: &NetworkConfig,
+    config: &TextConfig,
     limits: TextLimits,
     output: &Output,
 ) -> Result<(TextTokenizer, TextNetwork), LoadError> {
-    let tokenizer = text_tokenizer(files, config, limits)?;
+    let tokenizer = read_tokenizer(files, config, limits)?;
     let network = TextNetwork::load(spec, device, files, config, &tokenizer, output)?;
     Ok((tokenizer, network))
 }
 
-/// Loads the tokenizer of a network for texts.
-fn text_tokenizer(
+/// Reads the tokenizer of a network for texts.
+fn read_tokenizer(
     files: &ModelFiles,
-    config: &NetworkConfig,
+    config: &TextConfig,
     limits: TextLimits,
 ) -> Result<TextTokenizer, LoadError> {
     let path = files.required("tokenizer.json")?;
-    TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary)
+    TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary())
 }
 
 /// Prepares each item, given its index. If there are `many` items or more, the threads of the caller's pool share them.

@@ -1,4 +1,5 @@
-//! Reranking and scoring by cross-encoders, equal to `sentence_transformers.CrossEncoder` within 1e-5. Turns
+//! Reranking and scoring by cross-encoders and by causal models (`logit_score`), equal to
+//! `sentence_transformers.CrossEncoder` within 1e-5. Turns
 //! `/v1/rerank` and `/v1/score` bodies into pairs of texts, and their scores into response bodies. Each pair is an
 //! input of its own, so that many documents share batches with other tasks. Never touches the device.
 
@@ -7,16 +8,18 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::labels::{label_count, sigmoid};
+use super::logit_score::{LOGIT_SCORE, PairPrompts, is_logit_score};
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
 use super::{
-    BRIEF_BODY, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files, load_text_model,
+    BRIEF_BODY, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files, read_tokenizer,
     request_text_files, text_input,
 };
-use crate::model::family::{Example, Family, FileRules, Sample, Serves};
+use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
+use crate::model::load::chat_template::ChatTemplates;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
@@ -29,17 +32,17 @@ pub static FAMILY: Family = Family {
     name: "rerank",
     routes: &[Route::json(RERANK_URL), Route::json(SCORE_URL)],
     serves: Serves::Files(FileRules {
-        configs: &Architecture::NAMES,
+        configs: &NAMES,
         ggufs: &[],
         pipelines: &[],
         libraries: &["CrossEncoder"],
-        modules: &["LogitScore"],
-        accepts: |model| label_count(model) == Some(1),
-        heads: &[],
+        modules: &[LOGIT_SCORE],
+        accepts: |model| label_count(model) == Some(1) || is_logit_score(model),
+        heads: &["ForSequenceClassification"],
         fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files: request_text_files,
-        check: |spec| check_text_files(&ModelFiles::locate(&spec.source)?, spec),
+        assumptions,
+        request_files,
+        check,
     }),
     options: &[],
     sample: |texts| {
@@ -49,23 +52,61 @@ pub static FAMILY: Family = Family {
     example: Example { model: "score-bert", options: &[] },
 };
 
-/// Loads a model with one label for pairs of texts.
+/// The prompt of Qwen3-Reranker is not in its files.
+fn assumptions(model: &Description) -> Vec<String> {
+    let is_assumed = label_count(model) != Some(1) && !model.has_module(LOGIT_SCORE);
+    let assumption = "the prompt of a pair, and the tokens \"yes\" and \"no\" whose logits are the score, are those of \
+                      Qwen3-Reranker's model card: the model has no modules.json with LogitScore";
+    is_assumed.then(|| assumption.to_owned()).into_iter().collect()
+}
+
+fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
+    ChatTemplates::request_files(files)?;
+    request_text_files(files)
+}
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    if has_label(&Description::read(&files)?) {
+        PairPrompts::of_chat_model(spec, &files)?;
+    } else {
+        PairPrompts::of_files(spec, &files)?;
+    }
+    check_text_files(&files, spec)
+}
+
+/// Whether a model has a head with one label, instead of logits of which the score is made.
+fn has_label(model: &Description) -> bool {
+    label_count(model) == Some(1) && !model.has_module(LOGIT_SCORE)
+}
+
+/// Loads a model with one label for pairs of texts, or a causal model whose logits are the score.
 ///
 /// # Errors
 /// As [`embed::load`](super::embed::load).
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(PairProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let config = NetworkConfig::read(&files, &spec.source)?;
+    let config = TextConfig::read(&files, &spec.source)?;
     let limits = SentenceSettings::limits(&files)?;
-    let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &Output::Labels(1))?;
+    let tokenizer = read_tokenizer(&files, &config, limits)?;
+    let model = Description::read(&files)?;
+    let (prompts, output) = if has_label(&model) {
+        (PairPrompts::of_chat_model(spec, &files)?.map(Arc::new), Output::Labels(1))
+    } else {
+        let (prompts, tokens) = PairPrompts::read(spec, &files, &tokenizer)?;
+        (Some(Arc::new(prompts)), Output::LogitScore(tokens))
+    };
+    let network = TextNetwork::load(spec, device, &files, &config, &tokenizer, &output)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
-    let processor = PairProcessor { tokenizer, names, max_inputs: spec.max_inputs };
+    let processor = PairProcessor { tokenizer, prompts, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
 }
 
 /// Turns requests to score pairs into tokens, and scores into responses.
 pub struct PairProcessor {
     tokenizer: Arc<TextTokenizer>,
+    /// How prompts are made of pairs. Without it, the tokenizer joins the two texts.
+    prompts: Option<Arc<PairPrompts>>,
     names: ServedNames,
     max_inputs: usize,
 }
@@ -98,6 +139,11 @@ impl Processor for PairProcessor {
             _ => PairsRequest::rerank(&message.body, self.max_inputs),
         }?;
         self.names.check(request.model.as_deref())?;
+        let takes_instruction = self.prompts.as_ref().is_some_and(|prompts| prompts.take_instruction());
+        if request.instruction.is_some() && !takes_instruction {
+            let message = "instruction: this model takes none; leave it out, or send null";
+            return Err(TaskError::bad_input("instruction", message));
+        }
         let request = Arc::new(request);
         let (report, inputs) = self.inputs(request.clone())?;
         Ok((PairContext { request, report }, inputs))
@@ -120,6 +166,9 @@ impl Processor for PairProcessor {
 impl PairProcessor {
     /// Makes the inputs, and the report of their counts and errors.
     fn inputs(&self, request: Arc<PairsRequest>) -> Result<ReportedInputs<Tokens>, TaskError> {
+        if let Some(prompts) = &self.prompts {
+            return self.prompt_inputs(prompts.clone(), request);
+        }
         let has_several_first = request.first.len() > 1;
         let tokenizer = self.tokenizer.clone();
         let first_pieces = {
@@ -152,6 +201,33 @@ impl PairProcessor {
                     Some(first) => tokenizer.pair(first, &second),
                     None => tokenizer.pair(&first_pieces(index)?, &second),
                 };
+                text_input(tokens, request.truncate, path, tokenizer.max_tokens())
+            },
+        );
+        texts.into_inputs()
+    }
+
+    /// Makes the inputs of a model that scores prompts.
+    fn prompt_inputs(
+        &self,
+        prompts: Arc<PairPrompts>,
+        request: Arc<PairsRequest>,
+    ) -> Result<ReportedInputs<Tokens>, TaskError> {
+        let tokenizer = self.tokenizer.clone();
+        let has_several_first = request.first.len() > 1;
+        let first_index = move |index: usize| if has_several_first { index } else { 0 };
+        let lengths = request.second.iter().enumerate();
+        let lengths = lengths.map(|(index, second)| second.len() + request.first[first_index(index)].len());
+        let lengths: Vec<usize> = lengths.collect();
+        let texts = TextInputs::new(
+            lengths,
+            |length| *length,
+            OnError::FailTask,
+            move |index, _| {
+                let path = || format!("{}[{index}]", request.field);
+                let (query, document) = (&request.first[first_index(index)], &request.second[index]);
+                let tokens = prompts.tokens(&tokenizer, request.instruction.as_deref(), query, document);
+                let tokens = tokens.map_err(|error| error.with_param(path()))?;
                 text_input(tokens, request.truncate, path, tokenizer.max_tokens())
             },
         );

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Component, Path};
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::model::family::{LIBRARY_CONFIG, MODULES, Module, POOLING};
 use crate::model::load::ModelFiles;
@@ -86,6 +86,11 @@ impl Prompts {
         text.map(String::as_str)
     }
 
+    /// The prompt of a request that names none; empty if there is none.
+    pub fn default(&self) -> &str {
+        &self.default
+    }
+
     /// Says which prompts the model has, for errors.
     fn available(&self) -> String {
         if self.texts.is_empty() {
@@ -106,6 +111,17 @@ struct TransformerConfig {
     /// For each kind of input, how the network is called, and which of its results is taken. Newer files have it.
     #[serde(default)]
     modality_config: Value,
+}
+
+/// What the Transformer module's settings say about chat templates.
+#[derive(Default, Deserialize)]
+pub(super) struct TemplateConfig {
+    /// How each kind of input is computed, by its name. Pairs are rendered by the chat template if `message` is one.
+    #[serde(default)]
+    pub modality_config: Map<String, Value>,
+    /// Settings of the tokenizer, `text`, and variables of the chat template, `chat_template`.
+    #[serde(default)]
+    pub processing_kwargs: BTreeMap<String, Map<String, Value>>,
 }
 
 #[derive(Default, Deserialize)]
@@ -205,7 +221,7 @@ impl SentenceSettings {
         let prompts = Self::prompts(files, source)?;
         let limits = Self::limits(files)?;
         let mut settings = Self {
-            head: Pooling { modes: vec![Mode::Mean], normalize: false }.into(),
+            head: Pooling { modes: vec![default_mode(files)?], normalize: false }.into(),
             include_prompt: true,
             limits,
             prompts,
@@ -253,6 +269,14 @@ impl SentenceSettings {
         read_prompts(prompts).map_err(|reason| LoadError::Unsupported { model: source.into(), reason })
     }
 
+    /// Reads the settings of the Transformer module for rerankers whose prompts are made by a chat template.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for an invalid file.
+    pub(super) fn template_config(files: &ModelFiles) -> Result<TemplateConfig, LoadError> {
+        Ok(files.json(TRANSFORMER_CONFIGS[0])?.unwrap_or_default())
+    }
+
     /// Requests the settings files that the model has, and the weights of its modules, without reading their contents.
     ///
     /// # Errors
@@ -288,6 +312,21 @@ impl SentenceSettings {
     }
 }
 
+#[derive(Deserialize)]
+struct NetworkKind {
+    architectures: Option<Vec<String>>,
+    is_causal: Option<bool>,
+}
+
+/// The pooling of a model without a Pooling module, as sentence-transformers assumes it: the last token of a causal model,
+/// and for others the mean.
+fn default_mode(files: &ModelFiles) -> Result<Mode, LoadError> {
+    let NetworkKind { architectures, is_causal } = files.required_json("config.json")?;
+    let class = architectures.unwrap_or_default().into_iter().next().unwrap_or_default();
+    let is_causal = class.ends_with("ForCausalLM") && is_causal != Some(false);
+    Ok(if is_causal { Mode::LastToken } else { Mode::Mean })
+}
+
 /// The settings of the Transformer module.
 fn transformer_config(files: &ModelFiles) -> Result<TransformerConfig, LoadError> {
     for name in TRANSFORMER_CONFIGS {
@@ -315,8 +354,8 @@ fn check_transformer(config: &TransformerConfig) -> Result<(), String> {
     Ok(())
 }
 
-/// The Pooling module, and those after it. None if the list is empty or has only a Transformer, whose tokens' vectors are
-/// then assumed to be pooled by their mean, as sentence-transformers does.
+/// The Pooling module, and those after it. None if the list is empty or has only a Transformer, for which a pooling is
+/// assumed.
 fn split(modules: &[Module]) -> Result<Option<(&Module, &[Module])>, String> {
     let [transformer, others @ ..] = modules else { return Ok(None) };
     let kinds: Vec<&str> = modules.iter().map(Module::kind).collect();

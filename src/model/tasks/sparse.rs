@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
-    BRIEF_BODY, MayBeCut, OnError, SharedReport, TextInputs, check_text_files, request_text_files,
-    text_input, text_tokenizer,
+    BRIEF_BODY, MayBeCut, OnError, SharedReport, TextInputs, check_text_files, read_tokenizer,
+    request_text_files, text_input,
 };
 use crate::model::family::{
     Description, Example, Family, FileRules, LIBRARY_CONFIG, MODULES, Module, Sample, Serves,
@@ -21,6 +21,7 @@ use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig}
 use crate::model::nets::encoder::sparse::{
     Selection, SparseInput, SparseNetwork, SparsePooling, SparseVector, has_head,
 };
+use crate::model::nets::encoder::text_config::TextConfig;
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
 };
@@ -67,7 +68,7 @@ fn assumptions(model: &Description) -> Vec<String> {
              no prompt is put before the text: the model has no {MODULES} with {SPLADE}"
         )
     };
-    (!model.modules.iter().any(|kind| kind == SPLADE)).then(assumption).into_iter().collect()
+    (!model.has_module(SPLADE)).then(assumption).into_iter().collect()
 }
 
 /// How vectors are made.
@@ -165,7 +166,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SparseProcessor, Sparse
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
     let Settings { pooling, is_tied, top_k, prompts } = Settings::read(&files, &config, &spec.source)?;
-    let tokenizer = text_tokenizer(&files, &config, SentenceSettings::limits(&files)?)?;
+    let text_config = TextConfig::Encoder(config.clone());
+    let tokenizer = read_tokenizer(&files, &text_config, SentenceSettings::limits(&files)?)?;
     let network = SparseNetwork::load(spec, device, &files, &config, &tokenizer, (pooling, is_tied))?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = SparseProcessor { tokenizer, names, prompts, top_k, max_inputs: spec.max_inputs };

@@ -3,6 +3,9 @@
 //! which form of messages a template takes; refuses messages that it would drop.
 
 mod jinja;
+mod pair;
+
+pub use pair::PairTemplate;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -95,7 +98,7 @@ impl ChatTemplates {
         configured: Option<TemplateField>,
         special_tokens: &SpecialTokens,
     ) -> Result<Option<Self>, LoadError> {
-        Ok(Self::new(Self::sources(files, configured)?, special_tokens))
+        Ok(Self::new(sources(files, configured)?, special_tokens))
     }
 
     /// Whether [`from_files`](Self::from_files) finds a template.
@@ -103,28 +106,7 @@ impl ChatTemplates {
     /// # Errors
     /// As [`from_files`](Self::from_files).
     pub fn are_in(files: &ModelFiles, configured: Option<TemplateField>) -> Result<bool, LoadError> {
-        Ok(!Self::sources(files, configured)?.is_empty())
-    }
-
-    fn sources(files: &ModelFiles, configured: Option<TemplateField>) -> Result<Sources, LoadError> {
-        let mut sources = Sources::new();
-        let mut add = |name: &str, file: &str| -> Result<(), LoadError> {
-            if let Some(path) = files.optional(file)? {
-                let text = String::from_utf8(super::read(&path)?);
-                sources.insert(name.to_owned(), text.map_err(|error| format!("{file}: {error}")));
-            }
-            Ok(())
-        };
-        add(DEFAULT, "chat_template.jinja")?;
-        for file in files.names_in(FOLDER)? {
-            if let Some(name) = file.strip_suffix(".jinja") {
-                add(name, &format!("{FOLDER}/{file}"))?;
-            }
-        }
-        if sources.is_empty() {
-            sources = configured.map(TemplateField::into_sources).unwrap_or_default();
-        }
-        Ok(sources)
+        Ok(!sources(files, configured)?.is_empty())
     }
 
     /// The template of a GGUF file.
@@ -136,11 +118,7 @@ impl ChatTemplates {
         let by_name: BTreeMap<_, _> = sources
             .into_iter()
             .map(|(name, text)| {
-                // The library's parser calls itself for nested expressions, and would exceed the thread's stack.
-                let text = text.and_then(|text| match text.len() {
-                    0..=MAX_TEMPLATE => Ok(text),
-                    length => Err(format!("the template has {length} bytes; at most {MAX_TEMPLATE} are read")),
-                });
+                let text = text.and_then(of_bounded_length);
                 if let Some(literal) = text.as_deref().ok().and_then(jinja::percent_formatted) {
                     tracing::warn!(
                         name,
@@ -180,6 +158,36 @@ impl ChatTemplates {
                 Err(TaskError::bad_input("chat_template_name", message))
             }
         }
+    }
+}
+
+/// The texts of a model's templates: those of its `.jinja` files, and only if there are none, the `configured` ones.
+fn sources(files: &ModelFiles, configured: Option<TemplateField>) -> Result<Sources, LoadError> {
+    let mut sources = Sources::new();
+    let mut add = |name: &str, file: &str| -> Result<(), LoadError> {
+        if let Some(path) = files.optional(file)? {
+            let text = String::from_utf8(super::read(&path)?);
+            sources.insert(name.to_owned(), text.map_err(|error| format!("{file}: {error}")));
+        }
+        Ok(())
+    };
+    add(DEFAULT, "chat_template.jinja")?;
+    for file in files.names_in(FOLDER)? {
+        if let Some(name) = file.strip_suffix(".jinja") {
+            add(name, &format!("{FOLDER}/{file}"))?;
+        }
+    }
+    if sources.is_empty() {
+        sources = configured.map(TemplateField::into_sources).unwrap_or_default();
+    }
+    Ok(sources)
+}
+
+/// Refuses a long template: the library's parser calls itself for nested expressions, and would exceed the thread's stack.
+fn of_bounded_length(text: String) -> Result<String, String> {
+    match text.len() {
+        0..=MAX_TEMPLATE => Ok(text),
+        length => Err(format!("the template has {length} bytes; at most {MAX_TEMPLATE} are read")),
     }
 }
 
@@ -271,7 +279,7 @@ impl ChatTemplate {
                 vec![message("user", "a"), message("assistant", "b"), marked, message("user", "c")]
             }
         };
-        match self.render_shown(&messages, &Zoned::default()) {
+        match self.render_for_answer(&messages, &Zoned::default()) {
             Ok(text) if text.to_lowercase().contains(MARK) => Fate::Kept,
             Ok(_) => Fate::Dropped,
             Err(_) => Fate::Refused,
@@ -322,30 +330,41 @@ impl ChatTemplate {
                 self.shown(self.shown_role(&message.role), &message.content, message.name.as_deref())
             })
             .collect();
-        self.render_shown(&shown, now).map_err(|error| {
-            let reason = match error.detail() {
-                Some(reason) => reason.to_owned(),
-                None => error.to_string(),
-            };
+        self.render_for_answer(&shown, now).map_err(|error| {
+            let reason = reason_of(&error);
             let message = format!("the model's chat template refuses these messages: {reason}");
             TaskError::new(TaskErrorKind::BadInput, message).with_param("messages")
         })
     }
 
-    fn render_shown(&self, messages: &[Shown<'_>], now: &Zoned) -> Result<String, Error> {
+    fn render_for_answer(&self, messages: &[Shown<'_>], now: &Zoned) -> Result<String, Error> {
+        self.render_shown(messages, now, [("add_generation_prompt", Value::from(true))])
+    }
+
+    /// Renders messages with further variables.
+    fn render_shown<'a>(
+        &self,
+        messages: &[Shown<'_>],
+        now: &Zoned,
+        further: impl IntoIterator<Item = (&'a str, Value)>,
+    ) -> Result<String, Error> {
         let special_tokens =
             self.special_tokens.iter().map(|(name, token)| (*name, Value::from(Serde(token))));
         // These are the variables that the transformers library defines.
         let variables = [
             ("messages", Value::from(Serde(messages))),
-            ("add_generation_prompt", Value::from(true)),
             ("tools", Value::from(())),
             ("documents", Value::from(())),
             ("strftime_now", jinja::strftime(now)),
         ];
-        let context = Value::from_pairs(variables.into_iter().chain(special_tokens));
+        let context = Value::from_pairs(variables.into_iter().chain(special_tokens).chain(further));
         self.environment.get_template("")?.render(context)
     }
+}
+
+/// Why a template fails: the reason that it gives itself, if it gives one.
+fn reason_of(error: &Error) -> String {
+    error.detail().map_or_else(|| error.to_string(), str::to_owned)
 }
 
 #[cfg(test)]

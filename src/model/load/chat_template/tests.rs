@@ -55,7 +55,7 @@ fn templates_render_as_in_the_transformers_library() {
             let result =
                 ChatTemplate::new(text, vec![("bos_token", "<s>".into()), ("eos_token", "</s>".into())])
                     .and_then(|template| {
-                        template.render_shown(&shown, &now).map_err(|error| format!("{error:#}"))
+                        template.render_for_answer(&shown, &now).map_err(|error| format!("{error:#}"))
                     });
             match &case["expected"] {
                 Json::String(expected) => assert_eq!(result.as_ref(), Ok(expected), "{text}"),

@@ -26,6 +26,8 @@ pub struct DecoderConfig {
     pub head_width: usize,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
+    /// The token with which texts of a batch are padded elsewhere. A head for labels does not count it at the end of a text.
+    pub padding: Option<u32>,
     /// The largest number of tokens of a sequence.
     pub context: usize,
     /// Added to the mean square of a norm.
@@ -36,6 +38,9 @@ pub struct DecoderConfig {
     pub activation: Activation,
     /// The experts of the layers that have some.
     pub experts: Option<Experts>,
+    /// Whether a token attends only to the tokens up to itself. Otherwise it attends to the tokens on either side, and no
+    /// text can be generated.
+    pub is_causal: bool,
     /// How heads are rotated. Layers refer to it by its index.
     pub rotations: Vec<Rotation>,
     /// How the queries are multiplied according to their positions.
@@ -59,7 +64,7 @@ pub struct DecoderConfig {
 /// What distinguishes a layer from the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerConfig {
-    /// The largest number of tokens that a token attends to, itself included. None if there is no limit.
+    /// A token attends only to tokens whose distance from it is smaller than this. None if there is no limit.
     pub window: Option<usize>,
     /// The index of the rotation of its heads. None if they are not rotated, so that the layer knows no positions.
     pub rotation: Option<usize>,

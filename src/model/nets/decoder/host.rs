@@ -1,6 +1,8 @@
 //! A decoder on a CPU. A step computes tokens of any number of sequences, with one row for each token. Each row has its
 //! own position. Owns the weights. Each row is computed separately; attention also reads the keys and values of the
 //! row's own sequence. So a token's results do not depend on what else is in the step.
+//!
+//! [`Layers`] computes a vector for each token, [`Decoder`] the logits of the tokens that follow.
 
 use std::collections::BTreeMap;
 
@@ -8,25 +10,89 @@ use super::DecoderWeights;
 use super::config::{DecoderConfig, Experts, LayerConfig};
 use super::{KNOWN_TOKENS, Part, known_ids, parts};
 use crate::model::nets::fitness::{self, COMPARED_LAYERS};
-use crate::model::ops::causal::{Span, attend};
-use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers};
+use crate::model::ops::causal::{Scoring, Span, attend};
+use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use crate::model::ops::{Activation, Matrix, Rotary, gate, multiply_together, rms_norm};
 use crate::model::{LoadError, LoadSpec};
 
+/// The largest number of rows of a feed-forward sublayer's inner results, which are several times as wide as its input, that
+/// are in memory together.
+const MAX_INNER_ROWS: usize = 4_096;
+
 /// A decoder in the host's memory: its weights, and the buffers of a step.
 pub struct Decoder {
+    layers: Layers,
+    /// The output projection. None if the token embeddings serve as it.
+    head: Option<Linear>,
+    /// Reused by the next step.
+    buffers: Buffers,
+}
+
+/// A decoder without its output projection.
+pub(super) struct Layers {
     config: DecoderConfig,
     token_embeddings: Linear,
     layers: Vec<Layer>,
     norm: Vec<f32>,
-    /// The output projection. None if the token embeddings serve as it.
-    head: Option<Linear>,
     /// One for each of the configuration's rotations.
     rotaries: Vec<Rotary>,
-    /// Reused by the next step.
-    buffers: Buffers,
-    /// The faults of the last step.
-    faults: RouterFaults,
+}
+
+/// The rows of a step, one for each token.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    /// Their tokens, which must be in the vocabulary.
+    pub ids: &'a [u32],
+    /// Their positions in their sequences.
+    pub positions: &'a [usize],
+    /// The rows whose results are wanted.
+    pub wanted: &'a [usize],
+}
+
+/// Queries, keys and values of some rows, each `[rows, heads·width]`. They are rotated already.
+#[derive(Clone, Copy)]
+pub(super) struct Qkv<'a> {
+    pub queries: &'a [f32],
+    pub keys: &'a [f32],
+    pub values: &'a [f32],
+}
+
+/// The attention of a step's rows, and where their keys and values are kept.
+pub(super) trait AttendRows {
+    /// `out` ← the attention of the rows in the layer number `layer`.
+    fn attend(&mut self, layer: usize, scoring: Scoring, qkv: Qkv<'_>, out: &mut [f32]);
+}
+
+/// Causal attention to the tokens of these spans and to those before them, which are in the cache.
+struct Cached<'a> {
+    kv: &'a mut KvBlocks,
+    spans: &'a [Span<'a>],
+}
+
+impl AttendRows for Cached<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        scoring: Scoring,
+        Qkv { queries, keys, values }: Qkv<'_>,
+        out: &mut [f32],
+    ) {
+        put(self.kv, layer, self.spans, keys, values);
+        attend(self.kv, layer, scoring, self.spans, queries, out);
+    }
+}
+
+/// Writes the keys and values of the tokens of `spans`, one row for each token, to a layer of the cache.
+pub(super) fn put(kv: &mut KvBlocks, layer: usize, spans: &[Span<'_>], keys: &[f32], values: &[f32]) {
+    let KvShape { heads, width, .. } = kv.shape();
+    let positions =
+        spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| span.cache_position(at)));
+    let rows = keys.chunks_exact(heads * width).zip(values.chunks_exact(heads * width));
+    for (position, (keys, values)) in positions.zip(rows) {
+        for (head, (key, value)) in keys.chunks_exact(width).zip(values.chunks_exact(width)).enumerate() {
+            kv.put(position, layer, head, key, value);
+        }
+    }
 }
 
 /// The first fault of each row that has one, by the rows of a step.
@@ -171,8 +237,9 @@ impl Layer {
     }
 }
 
+/// The buffers of a step.
 #[derive(Default)]
-struct Buffers {
+pub(super) struct Buffers {
     x: Vec<f32>,
     normed: Vec<f32>,
     qkv: [Vec<f32>; 3],
@@ -180,6 +247,8 @@ struct Buffers {
     product: Vec<f32>,
     gated: GatedBuffers,
     experts: ExpertBuffers,
+    /// The faults of the step.
+    faults: RouterFaults,
 }
 
 #[derive(Default)]
@@ -235,29 +304,21 @@ impl Decoder {
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &DecoderWeights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
+        let layers = Layers::load(weights, config, context)?;
         let shape = [config.hidden, config.vocabulary];
-        let layer = |index| Layer::load(weights, config, index);
-        Ok(Self {
-            token_embeddings: weights.token_embeddings(shape)?,
-            layers: (0..config.layers.len()).map(layer).collect::<Result<_, _>>()?,
-            norm: weights.last_norm(config.hidden)?,
-            head: if config.is_tied { None } else { Some(weights.head(shape)?) },
-            rotaries: config.rotaries(context),
-            config: config.clone(),
-            buffers: Buffers::default(),
-            faults: RouterFaults::new(),
-        })
+        let head = if config.is_tied { None } else { Some(weights.head(shape)?) };
+        Ok(Self { layers, head, buffers: Buffers::default() })
     }
 
     /// The faults of the last step. The logits after such a row are not finite.
     pub fn faults(&self) -> &RouterFaults {
-        &self.faults
+        &self.buffers.faults
     }
 
     /// All matrices, with their names in the cache.
     pub fn matrices(&self) -> impl Iterator<Item = (String, &Matrix)> {
-        let beside = std::iter::once(&self.token_embeddings).chain(&self.head);
-        let all = beside.chain(self.layers.iter().flat_map(Layer::linears));
+        let beside = std::iter::once(&self.layers.token_embeddings).chain(&self.head);
+        let all = beside.chain(self.layers.layers.iter().flat_map(Layer::linears));
         all.map(|linear| (linear.key.clone(), &linear.matrix))
     }
 
@@ -272,12 +333,7 @@ impl Decoder {
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) {
-        if rayon::current_num_threads() == 1 {
-            return self.step(kv, ids, spans, wanted, logits);
-        }
-        // The whole step runs on one of rayon's threads, which share the matrix products. From a thread outside the
-        // pool, each product would need a hand-over and a wake-up, which take longer than most products.
-        rayon::scope(|_| self.step(kv, ids, spans, wanted, logits));
+        on_one_of_rayons_threads(|| self.step(kv, ids, spans, wanted, logits));
     }
 
     fn step(
@@ -288,14 +344,56 @@ impl Decoder {
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) {
-        logits.resize(wanted.len() * self.config.vocabulary, 0.0);
-        let mut faults = std::mem::take(&mut self.faults);
-        faults.clear();
+        logits.resize(wanted.len() * self.layers.config.vocabulary, 0.0);
         if ids.is_empty() {
             return;
         }
+        let positions = spans.iter().flat_map(|span| span.first..span.first + span.count).collect::<Vec<_>>();
+        let rows = Rows { ids, positions: &positions, wanted };
+        let normed = self.layers.vectors(rows, &mut Cached { kv, spans }, &mut self.buffers);
+        self.head.as_ref().unwrap_or(&self.layers.token_embeddings).matrix.multiply(&normed, logits);
+        self.layers.config.finish_logits(logits);
+    }
+}
+
+/// Runs `step` on one of rayon's threads, which share the matrix products. From a thread outside the pool, each product
+/// would need a hand-over and a wake-up, which take longer than most products.
+pub(super) fn on_one_of_rayons_threads(step: impl FnOnce() + Send) {
+    if rayon::current_num_threads() == 1 {
+        return step();
+    }
+    rayon::scope(|_| step());
+}
+
+impl Layers {
+    /// Reads the weights. `context` is the largest number of tokens of a sequence.
+    ///
+    /// # Errors
+    /// As [`Decoder::load`].
+    pub fn load(weights: &DecoderWeights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
+        let layer = |index| Layer::load(weights, config, index);
+        Ok(Self {
+            token_embeddings: weights.token_embeddings([config.hidden, config.vocabulary])?,
+            layers: (0..config.layers.len()).map(layer).collect::<Result<_, _>>()?,
+            norm: weights.last_norm(config.hidden)?,
+            rotaries: config.rotaries(context),
+            config: config.clone(),
+        })
+    }
+
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// The vectors `[wanted, hidden]` of the wanted rows: the last layer's results, normalised.
+    pub fn vectors(
+        &self,
+        Rows { ids, positions, wanted }: Rows<'_>,
+        attention: &mut impl AttendRows,
+        buffers: &mut Buffers,
+    ) -> Vec<f32> {
         let DecoderConfig { hidden, embedding_scale, .. } = self.config;
-        let mut buffers = std::mem::take(&mut self.buffers);
+        buffers.faults.clear();
         buffers.x.resize(ids.len() * hidden, 0.0);
         for (id, row) in ids.iter().zip(buffers.x.chunks_exact_mut(hidden)) {
             self.token_embeddings.matrix.column(*id as usize, row);
@@ -304,76 +402,78 @@ impl Decoder {
             buffers.x.iter_mut().for_each(|x| *x *= embedding_scale);
         }
         for (index, layer) in self.layers.iter().enumerate() {
-            self.attention(layer, kv, index, spans, &mut buffers);
-            self.feed_forward(layer, index, &mut buffers, &mut faults);
+            self.attention(layer, index, positions, attention, buffers);
+            self.feed_forward(layer, index, buffers);
         }
-        self.faults = faults;
         let mut last = Vec::with_capacity(wanted.len() * hidden);
         wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
         let mut normed = vec![0.0; last.len()];
         rms_norm(&last, &self.norm, self.config.eps, &mut normed);
-        self.head.as_ref().unwrap_or(&self.token_embeddings).matrix.multiply(&normed, logits);
-        self.config.finish_logits(logits);
-        self.buffers = buffers;
+        normed
     }
 
     /// x += attention(norm(x))·O.
     fn attention(
         &self,
         layer: &Layer,
-        kv: &mut KvBlocks,
         index: usize,
-        spans: &[Span<'_>],
+        positions: &[usize],
+        attention: &mut impl AttendRows,
         buffers: &mut Buffers,
     ) {
-        let DecoderConfig { head_width, eps, query_growth, .. } = self.config;
+        let DecoderConfig { eps, query_growth, .. } = self.config;
         let LayerConfig { rotation, .. } = self.config.layers[index];
         let Buffers { x, normed, qkv, attended, product, .. } = buffers;
         norm_or_copy(layer.norms[0].as_ref(), x, eps, normed);
         apply_together(layer.qkv.each_ref(), normed, qkv.each_mut());
         if let Some(norms) = &layer.head_norms {
             for (part, norm) in qkv.iter_mut().zip(norms) {
-                let rows = part.clone();
-                rms_norm(&rows, norm, eps, part);
+                normed.resize(part.len(), 0.0);
+                rms_norm(part, norm, eps, normed);
+                std::mem::swap(part, normed);
             }
         }
         let [queries, keys, values] = qkv;
         let rotary = rotation.map(|rotation| &self.rotaries[rotation]);
-        let positions = spans
-            .iter()
-            .flat_map(|span| (span.first..span.first + span.count).map(|position| (*span, position)));
         let tokens = queries
             .chunks_exact_mut(self.config.query_width())
-            .zip(keys.chunks_exact_mut(self.config.key_width()))
-            .zip(values.chunks_exact(self.config.key_width()));
-        for ((span, position), ((query, key), value)) in positions.zip(tokens) {
+            .zip(keys.chunks_exact_mut(self.config.key_width()));
+        for (position, (query, key)) in positions.iter().zip(tokens) {
             if let Some(rotary) = rotary {
-                rotary.rotate(position, query);
-                rotary.rotate(position, key);
+                rotary.rotate(*position, query);
+                rotary.rotate(*position, key);
             }
             if let Some(growth) = query_growth {
-                let factor = growth.at(position);
+                let factor = growth.at(*position);
                 query.iter_mut().for_each(|x| *x *= factor);
-            }
-            let heads = key.chunks_exact(head_width).zip(value.chunks_exact(head_width));
-            for (head, (key, value)) in heads.enumerate() {
-                kv.put(span.cache_position(position), index, head, key, value);
             }
         }
         attended.resize(queries.len(), 0.0);
         let scoring = self.config.scoring(&self.config.layers[index]);
-        attend(kv, index, scoring, spans, queries, attended);
+        attention.attend(index, scoring, Qkv { queries, keys, values }, attended);
         layer.out.apply(attended, product);
         self.add(x, product, layer.norms[1].as_ref(), normed);
     }
 
     /// x += the feed-forward sublayer of norm(x).
-    fn feed_forward(&self, layer: &Layer, index: usize, buffers: &mut Buffers, faults: &mut RouterFaults) {
+    fn feed_forward(&self, layer: &Layer, index: usize, buffers: &mut Buffers) {
         let DecoderConfig { eps, activation, .. } = self.config;
-        let Buffers { x, normed, product, gated, experts: expert_buffers, .. } = buffers;
+        let Buffers { x, normed, product, gated, experts: expert_buffers, faults, .. } = buffers;
         norm_or_copy(layer.inner_norms[0].as_ref(), x, eps, normed);
         match (&layer.feed_forward, self.config.experts) {
-            (FeedForward::Dense(network), _) => network.apply(activation, normed, gated, product),
+            (FeedForward::Dense(network), _) => {
+                let most = MAX_INNER_ROWS * self.config.hidden;
+                if normed.len() <= most {
+                    network.apply(activation, normed, gated, product);
+                } else {
+                    product.clear();
+                    let mut part = Vec::new();
+                    for rows in normed.chunks(most) {
+                        network.apply(activation, rows, gated, &mut part);
+                        product.extend_from_slice(&part);
+                    }
+                }
+            }
             (FeedForward::Experts { router, experts }, Some(sizes)) => {
                 let ExpertBuffers { scores, rows, results } = expert_buffers;
                 scores.resize(normed.len() / router.depth() * router.width(), 0.0);

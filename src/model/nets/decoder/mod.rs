@@ -1,18 +1,20 @@
-//! Decoder networks, which generate text. All are one network, described by its configuration. One step (a forward pass)
+//! Decoder networks, which generate text, or compute vectors of texts in one pass. All are one network, described by its configuration. One step (a forward pass)
 //! takes tokens of any number of sequences, one row for each token.
 //!
 //! `architectures` is the table of what is served, `config` the description, `read` makes it from a model's files, and
-//! `host` and `on_device` compute. This file finds the tensors by their names.
+//! `host`, `on_device` and `one_pass` compute. This file finds the tensors by their names.
 
 pub mod architectures;
 pub mod config;
 mod host;
 mod on_device;
+mod one_pass;
 mod read;
 pub mod rope;
 
 pub use host::{Decoder, RouterFaults, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
+pub use one_pass::{Formats, OnePassDecoder};
 
 use std::path::PathBuf;
 
@@ -168,6 +170,9 @@ impl Place {
 
 /// The name of the output projection (the LM head) in safetensors files. It has no prefix but that of the text part.
 const HEAD: &str = "lm_head.weight";
+
+/// The name of the head for labels in safetensors files. It has no prefix.
+const SCORE: &str = "score.weight";
 
 /// The name of the token embeddings in GGUF files.
 pub const GGUF_EMBEDDINGS: &str = "token_embd.weight";
@@ -455,15 +460,48 @@ impl DecoderWeights {
 
     /// The output projection.
     fn head(&self, shape: [usize; 2]) -> Result<Linear, LoadError> {
-        let name = match &self.files {
+        self.other_matrix(self.head_name(), shape)
+    }
+
+    fn head_name(&self) -> String {
+        match &self.files {
             // A text part has its own prefix, and may have the head within or beside it.
             Files::Safetensors(tensors) if tensors.prefix() == "language_model.model." => {
                 format!("language_model.{HEAD}")
             }
             Files::Safetensors(_) => HEAD.to_owned(),
             Files::Gguf(_) => "output.weight".to_owned(),
+        }
+    }
+
+    /// The rows `[ids, hidden]` of the output projection by which the logits of these tokens are computed.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the tensor.
+    pub fn logit_rows(&self, ids: &[u32], config: &DecoderConfig) -> Result<Vec<f32>, LoadError> {
+        let DecoderConfig { hidden, vocabulary, is_tied, .. } = *config;
+        let tensor = match is_tied {
+            true => self.other_name("embed_tokens.weight", GGUF_EMBEDDINGS),
+            false => self.head_name(),
         };
-        self.other_matrix(name, shape)
+        let mut rows = vec![0.0; ids.len() * hidden];
+        for (id, row) in ids.iter().zip(rows.chunks_exact_mut(hidden)) {
+            let place =
+                Place { tensor: tensor.clone(), shape: vec![vocabulary, hidden], first_row: *id as usize };
+            self.matrix(&place, [hidden, 1], |column| column)?.column(0, row);
+        }
+        Ok(rows)
+    }
+
+    /// The rows `[labels, hidden]` of a head for labels, which has no bias.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the tensor.
+    pub fn label_rows(&self, [labels, hidden]: [usize; 2]) -> Result<Vec<f32>, LoadError> {
+        match &self.files {
+            Files::Safetensors(tensors) => tensors.values(SCORE, &[labels, hidden]),
+            Files::Gguf(gguf) => gguf.vector(SCORE, labels * hidden),
+        }
     }
 
     fn last_norm(&self, hidden: usize) -> Result<Vec<f32>, LoadError> {

@@ -15,7 +15,7 @@ use candle_nn::rotary_emb::rope;
 use super::config::{DecoderConfig, LayerConfig};
 use super::host::{FeedForward, Gated, Linear, RouterFaults, choose_experts};
 use super::{DecoderWeights, KNOWN_TOKENS, host, known_ids};
-use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
+use crate::model::nets::cached_attention::{Group, Packed, Reach, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_precision};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, KvNumbers};
@@ -46,8 +46,9 @@ pub struct DeviceDecoder {
     token_embeddings: Tensor,
     layers: Vec<Layer>,
     norm: Tensor,
-    /// `[vocabulary, hidden]`; the same tensor as the token embeddings if the two are tied.
-    head: Tensor,
+    /// `[vocabulary, hidden]`; the same tensor as the token embeddings if the two are tied. None if vectors are wanted
+    /// instead of logits.
+    head: Option<Tensor>,
     /// One for each of the configuration's rotations.
     rotaries: Vec<Rotary>,
     /// The windows of the layers, each once.
@@ -141,6 +142,41 @@ impl DeviceDecoder {
         config: &DecoderConfig,
         kv_sizes: KvSizes,
     ) -> Loaded<Self> {
+        let mut decoder = Self::load_layers(spec, device, weights, config, kv_sizes, false)?;
+        decoder.head = Some(match config.is_tied {
+            true => decoder.token_embeddings.clone(),
+            false => {
+                let head = weights.head([config.hidden, config.vocabulary])?;
+                Upload { spec, device, dtype: uniform_precision(spec)?.tensors }.matrix(&head.matrix)?
+            }
+        });
+        Ok(decoder)
+    }
+
+    /// As [`DeviceDecoder::load`], for whole texts of which [`DeviceDecoder::forward`] gives the vectors of the last layer,
+    /// normalised, instead of logits. The layers use the same memory for keys and values, one after the other.
+    ///
+    /// # Errors
+    /// As [`DeviceDecoder::load`].
+    pub fn load_for_texts(
+        spec: &LoadSpec,
+        device: &Device,
+        weights: &DecoderWeights,
+        config: &DecoderConfig,
+        kv_sizes: KvSizes,
+    ) -> Loaded<Self> {
+        Self::load_layers(spec, device, weights, config, kv_sizes, true)
+    }
+
+    /// Reads the weights of all but the head. `shares_kv` is whether all layers have the same memory for keys and values.
+    fn load_layers(
+        spec: &LoadSpec,
+        device: &Device,
+        weights: &DecoderWeights,
+        config: &DecoderConfig,
+        kv_sizes: KvSizes,
+        shares_kv: bool,
+    ) -> Loaded<Self> {
         let DecoderConfig { hidden, vocabulary, kv_heads, head_width, .. } = *config;
         let slots = kv_sizes.blocks * BLOCK + 1;
         if kv_heads * head_width * slots > MAX_NUMBERS {
@@ -154,12 +190,12 @@ impl DeviceDecoder {
         }
         let upload = Upload { spec, device, dtype: uniform_precision(spec)?.tensors };
         let token_embeddings = upload.matrix(&weights.token_embeddings([hidden, vocabulary])?.matrix)?;
-        let head = match config.is_tied {
-            true => token_embeddings.clone(),
-            false => upload.matrix(&weights.head([hidden, vocabulary])?.matrix)?,
-        };
+        let kv_layers = if shares_kv { 1 } else { config.layers.len() };
+        let new_kv = || upload.kv(config, slots, kv_sizes.numbers, kv_layers);
+        let shared_kv = if shares_kv { Some(new_kv()?) } else { None };
         let layer = |index| {
-            let kv = upload.kv(config, slots, kv_sizes.numbers)?;
+            // A clone of a tensor is the same memory.
+            let kv = shared_kv.clone().map_or_else(&new_kv, Ok)?;
             upload.layer(host::Layer::load(weights, config, index)?, config.layers[index], kv)
         };
         let mut windows: Vec<Option<usize>> = config.layers.iter().map(|layer| layer.window).collect();
@@ -170,7 +206,7 @@ impl DeviceDecoder {
             windows,
             norm: upload.vector(weights.last_norm(hidden)?)?,
             token_embeddings,
-            head,
+            head: None,
             rotaries: config.rotaries(kv_sizes.context.max(KNOWN_TOKENS)),
             // Fits into 32 bits, by the check above.
             padding_slot: (slots - 1) as u32,
@@ -180,8 +216,8 @@ impl DeviceDecoder {
         })
     }
 
-    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
-    /// the tokens of all `spans`, in their order; they must be in the vocabulary. Their keys and values are written to
+    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`, or without a
+    /// head the vectors of these rows, `[wanted, hidden]`. `ids` are the tokens of all `spans`, in their order; they must be in the vocabulary. Their keys and values are written to
     /// the blocks, even if a later part of the step fails.
     ///
     /// # Errors
@@ -246,7 +282,8 @@ impl DeviceDecoder {
         self.logits_of(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers, &mut faults)
     }
 
-    /// Computes a step with these layers. Returns the logits after the rows `wanted`, and adds the rows' faults.
+    /// Computes a step with these layers. Returns the logits after the rows `wanted`, or their vectors, and adds the rows'
+    /// faults.
     fn logits_of(
         &self,
         ids: &[u32],
@@ -285,7 +322,8 @@ impl DeviceDecoder {
         (0..).zip(&packed.order).for_each(|(packed_row, row)| packed_rows[*row] = packed_row);
         let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
         let last = rms_norm(&x.index_select(&indices(wanted, &self.device)?, 0)?, &self.norm, eps)?;
-        let mut logits: Vec<f32> = linear(&last, &self.head)?.flatten_all()?.to_vec1()?;
+        let Some(head) = &self.head else { return last.flatten_all()?.to_vec1() };
+        let mut logits: Vec<f32> = linear(&last, head)?.flatten_all()?.to_vec1()?;
         self.config.finish_logits(&mut logits);
         Ok(logits)
     }
@@ -347,7 +385,8 @@ impl DeviceDecoder {
         let positions: Vec<usize> = packed.rows.iter().map(|(_, position)| *position).collect();
         let shape = (kv_heads, positions.len(), head_width);
         let groups_of = |window: &Option<usize>| {
-            let group = |group| Group::new(packed, group, *window, self.padding_slot, &self.device);
+            let reach = Reach { window: *window, is_causal: self.config.is_causal };
+            let group = |group| Group::new(packed, group, reach, self.padding_slot, &self.device);
             packed.groups.iter().map(group).collect::<Result<Vec<_>>>()
         };
         let cos_sin_of = |rotary: &Rotary| cos_sin(rotary, &positions, &self.device);
@@ -460,12 +499,13 @@ impl Upload<'_> {
         Ok(DeviceGated { gate: self.linear(gate)?, up: self.linear(up)?, down: self.linear(down)? })
     }
 
-    /// Empty memory for the keys and values of a layer.
+    /// Empty memory for the keys and values of a layer. `layers` is the number of layers that each have such memory.
     fn kv(
         &self,
-        DecoderConfig { layers, kv_heads, head_width, .. }: &DecoderConfig,
+        DecoderConfig { kv_heads, head_width, .. }: &DecoderConfig,
         slots: usize,
         numbers: KvNumbers,
+        layers: usize,
     ) -> Loaded<[Tensor; 2]> {
         let dtype = match numbers {
             KvNumbers::F32 => DType::F32,
@@ -473,10 +513,14 @@ impl Upload<'_> {
         };
         let empty = || {
             Tensor::zeros((*kv_heads, slots, *head_width), dtype, self.device).map_err(|error| {
-                let bytes = 2 * layers.len() * kv_heads * slots * head_width * dtype.size_in_bytes();
+                let bytes = 2 * layers * kv_heads * slots * head_width * dtype.size_in_bytes();
+                // Whole texts need memory for one layer alone.
+                let advice = match layers {
+                    1 => "",
+                    _ => "; lower kv_tokens or sequences in [pool.options]",
+                };
                 self.spec.failed(format!(
-                    "keys and values of {slots} tokens need {bytes} bytes of its memory: {error}; lower kv_tokens \
-                     or sequences in [pool.options]"
+                    "keys and values of {slots} tokens need {bytes} bytes of its memory: {error}{advice}"
                 ))
             })
         };

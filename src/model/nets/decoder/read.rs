@@ -24,6 +24,7 @@ struct RawConfig {
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
     vocab_size: usize,
+    pad_token_id: Option<i64>,
     max_position_embeddings: usize,
     rms_norm_eps: f32,
     tie_word_embeddings: Option<bool>,
@@ -31,6 +32,7 @@ struct RawConfig {
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
     use_bidirectional_attention: Option<bool>,
+    is_causal: Option<bool>,
 
     rope_theta: Option<f64>,
     rope_local_base_freq: Option<f64>,
@@ -277,9 +279,10 @@ impl RawConfig {
         let head_width = self.head_dim.unwrap_or(self.hidden_size / heads.max(1));
         at_most("head_dim", head_width, MAX_HEADS)?;
         at_most("the number of layers", self.num_hidden_layers, MAX_LAYERS)?;
-        if self.use_bidirectional_attention == Some(true) {
+        let is_gemma3 = architecture.name == "gemma3_text";
+        if self.use_bidirectional_attention == Some(true) && !is_gemma3 {
             return Err(
-                "use_bidirectional_attention is true, and a text is generated token by token".to_owned()
+                "use_bidirectional_attention is true, which is supported only for gemma3_text".to_owned()
             );
         }
         let (rotations, query_growth) = self.rotations(head_width)?;
@@ -298,6 +301,8 @@ impl RawConfig {
             kv_heads: self.num_key_value_heads.unwrap_or(heads),
             head_width,
             vocabulary: self.vocab_size,
+            // Some files have -1 for none.
+            padding: self.pad_token_id.and_then(|id| u32::try_from(id).ok()),
             context: self.max_position_embeddings,
             eps: self.rms_norm_eps,
             biases: Biases {
@@ -307,6 +312,7 @@ impl RawConfig {
             },
             activation: self.activation(architecture)?,
             experts: self.experts()?,
+            is_causal: !self.looks_both_ways(),
             rotations,
             query_growth,
             attention_scale: scale,
@@ -405,7 +411,14 @@ impl RawConfig {
             }
             _ => self.default_windows(architecture)?,
         };
-        let has_window = |index: usize| is_windowed[index].then_some(self.sliding_window).flatten();
+        // Windows are written otherwise where attention is not causal: as the largest distance, or for Gemma 3 as twice
+        // that (modeling_gemma3.py and masking_utils.py of the transformers library).
+        let window = self.sliding_window.map(|window| match self.use_bidirectional_attention {
+            Some(true) => window / 2 + 1,
+            _ if self.looks_both_ways() => window.saturating_add(1),
+            _ => window,
+        });
+        let has_window = |index: usize| is_windowed[index].then_some(window).flatten();
         let is_rotated = |index: usize| match (&self.no_rope_layers, self.no_rope_layer_interval) {
             // 1 marks a layer that is rotated.
             (Some(layers), _) => layers.get(index).is_none_or(|layer| *layer != 0),
@@ -431,6 +444,11 @@ impl RawConfig {
             has_experts: has_experts(index),
         };
         Ok((0..count).map(layer).collect())
+    }
+
+    /// Whether a token attends to the tokens on either side.
+    fn looks_both_ways(&self) -> bool {
+        self.use_bidirectional_attention == Some(true) || self.is_causal == Some(false)
     }
 
     /// Whether some layers may have a window.
@@ -525,11 +543,7 @@ mod tests {
                 "long_factor",
             ),
             ("mistral", vec![("sliding_window", json!(0))], "sliding_window is 0"),
-            (
-                "gemma3_text",
-                vec![("use_bidirectional_attention", json!(true))],
-                "use_bidirectional_attention",
-            ),
+            ("gemma2", vec![("use_bidirectional_attention", json!(true))], "use_bidirectional_attention"),
             ("gemma2", vec![("layer_types", json!(["sliding_attention"]))], "layer_types has 1 layers"),
             ("gemma2", vec![("layer_types", json!(vec!["chunked_attention"; 6]))], "chunked_attention"),
             ("qwen3_moe", experts.to_vec(), "num_experts_per_tok is 5, and num_experts 4"),
@@ -592,6 +606,22 @@ mod tests {
         let of = |name| read(name, &caps).map(|config| (config.attention_cap, config.logit_cap)).unwrap();
         assert_eq!(of("gemma2"), (Some(3.0), Some(12.0)));
         assert_eq!(of("gemma3_text"), (None, Some(12.0)));
+    }
+
+    #[test]
+    fn windows_of_attention_both_ways_are_distances() {
+        let both_ways = ("use_bidirectional_attention", json!(true));
+        let gemma = read("gemma3_text", &[both_ways, ("sliding_window", json!(512))]).unwrap();
+        assert_eq!(
+            (gemma.is_causal, gemma.layers[0].window, gemma.layers[5].window),
+            (false, Some(257), None)
+        );
+        let not_causal = ("is_causal", json!(false));
+        let mistral = read("mistral", &[not_causal.clone(), ("sliding_window", json!(24))]).unwrap();
+        assert_eq!((mistral.is_causal, mistral.layers[0].window), (false, Some(25)));
+        let qwen = read("qwen2", &[not_causal, ("use_sliding_window", json!(false))]).unwrap();
+        assert_eq!((qwen.is_causal, qwen.layers[0].window), (false, None));
+        assert!(read("qwen2", &[("is_causal", json!(true))]).unwrap().is_causal);
     }
 
     #[test]

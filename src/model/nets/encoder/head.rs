@@ -7,6 +7,7 @@ use candle_core::cpu::erf::erf_f64;
 use super::config::{Family, NetworkConfig};
 use crate::model::LoadError;
 use crate::model::load::weights::Weights;
+use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::ops::{Panels, multiply_rows};
 
 type Activation = fn(f32) -> f32;
@@ -16,6 +17,8 @@ pub struct Head {
     dense: Option<(Linear, Activation)>,
     norm: Option<Norm>,
     out: Linear,
+    /// If the labels are tokens: the score is the first one's logit minus that of the second, if there are two.
+    of_logits: Option<DecoderConfig>,
 }
 
 /// A norm of rows.
@@ -83,7 +86,19 @@ impl Head {
         let norm = is_modern.then(|| weights.values("head.norm.weight", &[hidden])).transpose()?;
         let norm = norm.map(|weights| Norm { weights, bias: vec![0.0; hidden], eps: config.eps.into() });
         let dense = dense.map(|(name, activation)| Ok::<_, LoadError>((linear(name, hidden)?, activation)));
-        Ok(Self { dense: dense.transpose()?, norm, out: linear(out, labels)? })
+        Ok(Self { dense: dense.transpose()?, norm, out: linear(out, labels)?, of_logits: None })
+    }
+
+    /// The head of a decoder: `rows` are `[labels, hidden]`. There is no bias.
+    pub fn of_rows(rows: &[f32], hidden: usize) -> Self {
+        let out = Linear { weights: Panels::new(rows, hidden), bias: vec![0.0; rows.len() / hidden] };
+        Self { dense: None, norm: None, out, of_logits: None }
+    }
+
+    /// The head that computes the score of a decoder from the logits of one token, or of two. `rows` are those of the
+    /// output projection, `[tokens, hidden]`.
+    pub fn of_logits(rows: &[f32], config: &DecoderConfig) -> Self {
+        Self { of_logits: Some(config.clone()), ..Self::of_rows(rows, config.hidden) }
     }
 
     /// The number of labels.
@@ -100,8 +115,18 @@ impl Head {
         if let Some(norm) = &self.norm {
             inner.chunks_exact_mut(norm.weights.len()).for_each(|row| norm.apply(row));
         }
-        let labels = self.out.apply(&inner, |x| x);
-        labels.chunks_exact(self.labels()).map(<[f32]>::to_vec).collect()
+        let mut labels = self.out.apply(&inner, |x| x);
+        let labels = labels.chunks_exact_mut(self.labels());
+        match &self.of_logits {
+            None => labels.map(|row| row.to_vec()).collect(),
+            Some(config) => {
+                let score = |logits: &mut [f32]| {
+                    config.finish_logits(logits);
+                    logits[0] - logits.get(1).copied().unwrap_or_default()
+                };
+                labels.map(|logits| vec![score(logits)]).collect()
+            }
+        }
     }
 }
 

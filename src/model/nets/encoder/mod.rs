@@ -1,10 +1,12 @@
-//! Encoders of BERT's family. From each text they compute a vector, or a number for each label. Owns the loaded
-//! network; does not know where texts come from or how they are batched.
+//! Networks for texts: encoders of BERT's family, and decoders that compute whole texts. From each text they compute a
+//! vector, or a number for each label. Owns the loaded network; does not know where texts come from or how they are
+//! batched.
 //!
 //! The network runs without padding: a batch is one matrix of all its tokens. So texts of any lengths can share a
 //! batch, and each costs only its own tokens.
 
 pub mod config;
+mod decoder;
 mod fitness;
 mod head;
 mod network;
@@ -13,7 +15,9 @@ mod on_gpu;
 mod relative_positions;
 pub mod sentence_head;
 pub mod sparse;
+pub mod text_config;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
@@ -22,6 +26,8 @@ use self::config::NetworkConfig;
 use self::head::Head;
 use self::network::Encoder;
 use self::sentence_head::{SentenceHead, SentenceModule};
+use self::text_config::TextConfig;
+use super::decoder::OnePassDecoder;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{Precision, Weights};
@@ -30,15 +36,23 @@ use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device
 
 /// A network for texts on one device.
 pub struct TextNetwork {
-    encoder: Encoder,
+    body: Body,
     /// Without pooling, a text's output is the vectors of its tokens, or what the head makes of each.
     pooling: Option<Pooling>,
     /// They change the pooled vectors, in order.
     modules: Arc<[SentenceModule]>,
     /// Without a head, a text's output is its vector, or the vectors of its tokens.
     head: Option<Head>,
+    /// A token that is not counted at the end of a text whose last token's vector is wanted.
+    padding: Option<u32>,
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::OnGpu>,
+}
+
+/// What computes the vectors of tokens.
+enum Body {
+    Encoder(Box<Encoder>),
+    Decoder(Box<OnePassDecoder>),
 }
 
 /// The kind of a text's output.
@@ -52,6 +66,17 @@ pub enum Output {
     Labels(usize),
     /// For each of its tokens one number for each label, `[tokens, labels]`; the field is the number of labels.
     TokenLabels(usize),
+    /// The score of a decoder: the logit with which one token follows the text, minus that of another one.
+    LogitScore(ScoreTokens),
+}
+
+/// The tokens whose logits are a score.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScoreTokens {
+    /// The token that means that a document is relevant.
+    pub yes: u32,
+    /// The token that means that it is not. Without it, the logit of `yes` is the score.
+    pub no: Option<u32>,
 }
 
 impl TextNetwork {
@@ -60,6 +85,20 @@ impl TextNetwork {
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
     pub(in crate::model) fn load(
+        spec: &LoadSpec,
+        device: &Device,
+        files: &ModelFiles,
+        config: &TextConfig,
+        tokenizer: &TextTokenizer,
+        output: &Output,
+    ) -> Result<Self, LoadError> {
+        match config {
+            TextConfig::Encoder(config) => Self::load_encoder(spec, device, files, config, tokenizer, output),
+            TextConfig::Decoder(config) => decoder::load(spec, device, files, config, tokenizer, output),
+        }
+    }
+
+    fn load_encoder(
         spec: &LoadSpec,
         device: &Device,
         files: &ModelFiles,
@@ -77,23 +116,24 @@ impl TextNetwork {
                 Some(of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }).into())
             }
             Output::TokenLabels(_) => None,
+            Output::LogitScore(_) => {
+                let reason = "an encoder of BERT's family computes no logits of tokens that follow a text";
+                return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+            }
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let read = |device: &Device, precision| Weights::read(&paths, base, marker, device, precision);
         let build = |weights: &Weights| {
             Ok(Self {
-                encoder: Encoder::load(weights, config)?,
-                pooling: head.as_ref().map(|head| head.pooling.clone()),
-                modules: head.as_ref().map(|head| head.modules.clone()).unwrap_or_default(),
-                head: None,
                 #[cfg(feature = "cuda")]
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
+                ..Self::new(Body::Encoder(Box::new(Encoder::load(weights, config)?)), head.clone())
             })
         };
         let weights = read(device, super::precision(spec)?)?;
         let mut network = build(&weights)?;
         let head = match output {
-            Output::Tokens | Output::Pooled(_) => None,
+            Output::Tokens | Output::Pooled(_) | Output::LogitScore(_) => None,
             Output::Labels(labels) => Some(Head::load(&weights, config, *labels)?),
             Output::TokenLabels(labels) => Some(Head::of_tokens(&weights, config, *labels)?),
         };
@@ -106,6 +146,55 @@ impl TextNetwork {
             network.pooling = None;
         }
         Ok(network)
+    }
+
+    /// A network on the host without a head for labels. `head` makes a text's vector.
+    fn new(body: Body, head: Option<SentenceHead>) -> Self {
+        let (pooling, modules) = head.map(|head| (head.pooling, head.modules)).unzip();
+        Self {
+            body,
+            pooling,
+            modules: modules.unwrap_or_default(),
+            head: None,
+            padding: None,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        }
+    }
+
+    /// The vectors of the texts, on the host. `lengths` are the numbers of tokens of the texts.
+    fn vectors(&mut self, inputs: &[&Tokens], lengths: &[usize]) -> candle_core::Result<Vec<Vec<f32>>> {
+        let Self { body, pooling, padding, .. } = self;
+        let pooling = &*pooling;
+        let pooled = |text: &[f32], width, skip| match pooling {
+            None => text.to_vec(),
+            Some(pooling) => pooling.pool(text, width, skip),
+        };
+        match body {
+            Body::Encoder(encoder) => {
+                let rows = encoder.forward(inputs, lengths)?;
+                // Pooling is on the host.
+                let rows = rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                let width = encoder.width();
+                let mut remaining = &*rows;
+                let vectors = inputs.iter().map(|input| {
+                    let (text, rest) = remaining.split_at(input.ids.len() * width);
+                    remaining = rest;
+                    pooled(text, width, input.unpooled)
+                });
+                Ok(vectors.collect())
+            }
+            Body::Decoder(decoder) => {
+                let (width, needs_last) =
+                    (decoder.width(), pooling.as_ref().is_some_and(|it| it.modes == [Mode::LastToken]));
+                let wanted = |ids: &[u32]| if needs_last { last_token(ids, *padding) } else { 0..ids.len() };
+                let texts: Vec<&[u32]> = inputs.iter().map(|input| &*input.ids).collect();
+                let rows = decoder.forward(&texts, wanted)?;
+                // A text of which only the last token is computed has no tokens to skip.
+                let skips = inputs.iter().map(|input| if needs_last { 0 } else { input.unpooled });
+                Ok(rows.iter().zip(skips).map(|(text, skip)| pooled(text, width, skip)).collect())
+            }
+        }
     }
 
     /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
@@ -149,26 +238,14 @@ impl Forward for TextNetwork {
         }
         let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
         #[cfg(feature = "cuda")]
-        if let (Some(gpu), Some(pooling)) = (&mut self.gpu, &self.pooling) {
-            let submitted = gpu.submit(&self.encoder, pooling, inputs, lengths.clone());
+        if let (Some(gpu), Some(pooling), Body::Encoder(encoder)) = (&mut self.gpu, &self.pooling, &self.body)
+        {
+            let submitted = gpu.submit(encoder, pooling, inputs, lengths.clone());
             let submitted = submitted.map_err(|error| device::forward_error(&error))?;
             return Ok(Pending::OnGpu(submitted, lengths));
         }
-        let rows = self.encoder.forward(inputs, &lengths);
-        // Pooling is on the host.
-        let rows = rows.and_then(|rows| rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>());
-        let rows = rows.map_err(|error| device::forward_error(&error))?;
-        let width = self.encoder.width();
-        let mut remaining = &*rows;
-        let vectors = inputs.iter().map(|input| {
-            let (text, rest) = remaining.split_at(input.ids.len() * width);
-            remaining = rest;
-            match &self.pooling {
-                None => text.to_vec(),
-                Some(pooling) => pooling.pool(text, width, input.unpooled),
-            }
-        });
-        Ok(Pending::Outputs(self.outputs(vectors.collect(), &lengths)))
+        let vectors = self.vectors(inputs, &lengths).map_err(|error| device::forward_error(&error))?;
+        Ok(Pending::Outputs(self.outputs(vectors, &lengths)))
     }
 
     fn wait(&mut self, pending: Pending) -> Result<Vec<Result<Vec<f32>, TaskError>>, ForwardError> {
@@ -190,6 +267,16 @@ impl Forward for TextNetwork {
     fn is_asynchronous(&self) -> bool {
         self.gpu.is_some() && self.pooling.is_some()
     }
+}
+
+/// The last token of a text, or the last that is no padding. If a text is nothing but padding it is the first, as in the
+/// transformers library.
+fn last_token(ids: &[u32], padding: Option<u32>) -> Range<usize> {
+    let last = match padding {
+        Some(padding) => ids.iter().rposition(|id| *id != padding).unwrap_or_default(),
+        None => ids.len() - 1,
+    };
+    last..last + 1
 }
 
 /// Checks that all numbers of the vector or output of a text with `tokens` tokens are finite.

@@ -17,8 +17,8 @@ use crate::model::ops::gpu::{
     cuda::{Planned, embed, heads_with_kernel},
 };
 use crate::model::ops::{
-    AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, NumberFormat, PositionTerms, RelativeBias, Rotary,
-    SelfAttention, TimeConvolution, add_norm,
+    AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, NumberFormat, PositionTerms,
+    RelativeBias, Rotary, SelfAttention, TimeConvolution, add_norm,
 };
 
 type Loaded<T> = std::result::Result<T, LoadError>;

@@ -322,7 +322,7 @@ impl SparseNetwork {
             model: spec.source.clone(),
             reason: "the head for masked tokens of this architecture is not served".to_owned(),
         })?;
-        let tokens = TextNetwork::load(spec, device, files, config, tokenizer, &Output::Tokens)?;
+        let tokens = TextNetwork::load_encoder(spec, device, files, config, tokenizer, &Output::Tokens)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
         Ok(Self { tokens, head: MaskedHead::load(&weights, config, &names, is_tied)?, pooling })

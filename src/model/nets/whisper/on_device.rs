@@ -12,7 +12,7 @@ use super::config::{Head, Layers, POSITIONS, WhisperConfig};
 use super::{EPS, Span, encoder, uniform_precision, values};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::Blocks;
-use crate::model::nets::cached_attention::{Group, MAX_ELEMENTS, Packed, indices, linear, token_slot};
+use crate::model::nets::cached_attention::{Group, MAX_ELEMENTS, Packed, Reach, indices, linear, token_slot};
 use crate::model::ops::causal;
 use crate::model::ops::kv::BLOCK;
 use crate::model::sound::features::FRAMES;
@@ -296,7 +296,7 @@ impl DeviceWhisper {
         let token_slots = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
         let shape = (heads, packed.rows.len(), width / heads);
         let token_slots = indices(token_slots, &self.device)?.reshape((1, (), 1))?;
-        let group = |group| Group::new(&packed, group, None, self.padding_slot, &self.device);
+        let group = |group| Group::new(&packed, group, Reach::CAUSAL, self.padding_slot, &self.device);
         Ok(Step {
             slots: packed.order.iter().map(|row| slot_of_row[*row]).collect(),
             token_slots: token_slots.broadcast_as(shape)?.contiguous()?,

@@ -111,7 +111,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     check_dtype(spec, &files)?;
     let Some(path) = files.gguf() else {
-        let config = DecoderConfig::read(&files, &spec.source)?;
+        let config = read_config(&files, spec)?;
         Options::read(spec, config.context)?;
         let heads = config.heads * config.head_width;
         check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner), ("heads'", heads)])?;
@@ -121,6 +121,17 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let (gguf, config) = read_gguf(&path)?;
     Options::read(spec, config.context)?;
     gguf.check_length()
+}
+
+/// Reads `config.json`, of a decoder that can generate.
+fn read_config(files: &ModelFiles, spec: &LoadSpec) -> Result<DecoderConfig, LoadError> {
+    let config = DecoderConfig::read(files, &spec.source)?;
+    if config.is_causal {
+        return Ok(config);
+    }
+    let reason = "by is_causal or use_bidirectional_attention of config.json a token attends to those after it, and a text \
+                  is generated token by token; pool.task may be embed";
+    Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() })
 }
 
 fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
@@ -218,7 +229,7 @@ impl Model {
             let weights = DecoderWeights::from_gguf(gguf, &config);
             return Ok(Self { files, config, vocabulary, weights });
         }
-        let config = DecoderConfig::read(&files, &spec.source)?;
+        let config = read_config(&files, spec)?;
         let vocabulary = Vocabulary::from_files(&files, config.vocabulary)?;
         let weights = DecoderWeights::from_safetensors(&files, &config, format)?;
         Ok(Self { files, config, vocabulary, weights })

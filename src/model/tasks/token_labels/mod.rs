@@ -23,6 +23,7 @@ use crate::model::family::{Description, Example, Family, FileRules, Sample, Serv
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{Reading, TextTokenizer, Tokens, Window};
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::text_config::TextConfig;
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
@@ -112,7 +113,7 @@ fn unknown_id(files: &ModelFiles, tokenizer: &TextTokenizer) -> Result<Option<u3
 /// As [`embed::load`](super::embed::load).
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TokenLabelProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    let config = NetworkConfig::read(&files, &spec.source)?;
+    let config = TextConfig::Encoder(NetworkConfig::read(&files, &spec.source)?);
     let labels = read_labels(&files, spec)?;
     let limits = SentenceSettings::limits(&files)?;
     let output = Output::TokenLabels(labels.len());

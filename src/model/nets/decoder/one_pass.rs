@@ -1,0 +1,476 @@
+//! A decoder that computes whole texts in one pass: vectors of their tokens, and no logits. Texts follow each other
+//! without padding. Decides which texts are computed together, so that the memory of a batch is bounded. Owns the weights,
+//! and the memory for the keys and values of one layer, which each layer uses anew.
+//!
+//! On a CPU, a token's results do not depend on the other texts of a batch, to the last bit.
+
+use std::io;
+use std::ops::Range;
+
+use candle_core::Device;
+
+use super::config::DecoderConfig;
+use super::host::{AttendRows, Buffers, Layers, Qkv, Rows, on_one_of_rayons_threads, put};
+use super::{DecoderWeights, DeviceDecoder, KvSizes};
+use crate::model::load::ModelFiles;
+use crate::model::nets::precision;
+use crate::model::ops::causal::{Scoring, Span, attend, attend_both_ways};
+use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
+use crate::model::ops::{Bf16Products, NumberFormat, RowFormat, bf16_products, in_parallel, may_use_int16};
+use crate::model::{Dtype, LoadError, LoadSpec};
+
+/// From this number of tokens on, one thread computes no further texts together.
+const MAX_TOGETHER: usize = 2_048;
+/// From this number of tokens for each thread on, the threads share the texts. Otherwise they share the products of all
+/// texts.
+const WORTH_SHARING: usize = 256;
+/// The blocks of keys and values of texts whose attention is computed together. A single text may have more. For 8 heads
+/// of 128 numbers a block has 256 KiB.
+const BLOCKS_TOGETHER: usize = 128;
+
+/// The number formats of products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Formats {
+    matrices: NumberFormat,
+    rows: RowFormat,
+}
+
+impl Formats {
+    /// Those with which others are compared. Matrices that files have in bf16 are kept so.
+    pub const F32: Self = Self { matrices: NumberFormat::F32, rows: RowFormat::F32 };
+
+    /// Those of the pool's `dtype` on a CPU. Rows are converted to bf16, or to whole numbers of 16 bits, if that is faster
+    /// on this CPU. On another device all numbers have the pool's type.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] for a `dtype` in which the device does not compute.
+    pub fn of(spec: &LoadSpec) -> Result<Self, LoadError> {
+        if spec.device == "cpu" && spec.dtype == Dtype::F16 {
+            let reason =
+                "dtype is \"f16\"; on a CPU a decoder computes texts in f32, bf16 or int8".to_owned();
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        }
+        let matrices = precision(spec)?.matrices;
+        let products = bf16_products(spec.cpu_features);
+        let rows = match matrices {
+            NumberFormat::F32 => RowFormat::F32,
+            NumberFormat::Bf16 if products.use_unit() => RowFormat::Bf16,
+            NumberFormat::Bf16 => RowFormat::F32,
+            // The fastest comes first.
+            _ if products == Bf16Products::Amx => RowFormat::Bf16,
+            // With 8 bits, the vectors of small models differed from those in f32 by up to 0.23 of their length.
+            _ if may_use_int16() => RowFormat::Int16,
+            _ => RowFormat::F32,
+        };
+        Ok(Self { matrices, rows })
+    }
+}
+
+/// The blocks of keys and values on a device: those of 8,192 tokens. A single text may need more.
+const DEVICE_BLOCKS: usize = 256;
+
+/// A decoder without its output projection.
+pub enum OnePassDecoder {
+    /// On the host.
+    Host(HostTexts),
+    /// On any device, by candle's operations.
+    Device(DeviceTexts),
+}
+
+/// A decoder on the host.
+pub struct HostTexts {
+    layers: Layers,
+    /// One for each thread.
+    workspaces: Vec<Workspace>,
+}
+
+/// A decoder on a device.
+pub struct DeviceTexts {
+    decoder: DeviceDecoder,
+    hidden: usize,
+    /// The numbers of its blocks.
+    blocks: Vec<u32>,
+}
+
+/// The memory of a thread.
+struct Workspace {
+    buffers: Buffers,
+    /// The keys and values of one layer.
+    kv: KvBlocks,
+    /// The numbers of its blocks.
+    blocks: Vec<u32>,
+}
+
+impl OnePassDecoder {
+    /// Reads the weights, for texts of up to `max_tokens` tokens.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Device`] if there is no
+    /// memory for the weights, or for keys and values, [`LoadError::Unsupported`] if the rotations depend on each text's
+    /// length.
+    pub fn load(
+        spec: &LoadSpec,
+        device: &Device,
+        files: &ModelFiles,
+        config: &DecoderConfig,
+        formats: Formats,
+        max_tokens: usize,
+    ) -> Result<Self, LoadError> {
+        let long = config.rotations.iter().filter_map(|rotation| rotation.long.as_ref());
+        if let Some(long) = long.into_iter().find(|long| max_tokens > long.original) {
+            let original = long.original;
+            let reason = format!(
+                "rope scaling \"longrope\" rotates texts of more than {original} tokens otherwise than shorter ones, which \
+                 is not supported for texts that are computed in one pass; set max_seq_length in \
+                 sentence_bert_config.json to {original}"
+            );
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        }
+        match device.is_cpu() {
+            true => HostTexts::load(spec, files, config, formats, max_tokens).map(Self::Host),
+            false => DeviceTexts::load(spec, device, files, config, max_tokens).map(Self::Device),
+        }
+    }
+
+    /// The width of a token's vector.
+    pub fn width(&self) -> usize {
+        match self {
+            Self::Host(host) => host.layers.config().hidden,
+            Self::Device(device) => device.hidden,
+        }
+    }
+
+    /// For each text, the vectors of some of its tokens, one after the other. `wanted` returns the range of a text's
+    /// tokens whose vectors are wanted. Ids must be in the vocabulary, and texts must not be longer than
+    /// [`OnePassDecoder::load`] was told.
+    ///
+    /// # Errors
+    /// The device has no memory for the batch, or fails. On the host there are no errors.
+    pub fn forward(
+        &mut self,
+        texts: &[&[u32]],
+        wanted: impl Fn(&[u32]) -> Range<usize> + Sync,
+    ) -> candle_core::Result<Vec<Vec<f32>>> {
+        match self {
+            Self::Host(host) => Ok(host.forward(texts, wanted)),
+            Self::Device(device) => device.forward(texts, wanted),
+        }
+    }
+}
+
+impl HostTexts {
+    fn load(
+        spec: &LoadSpec,
+        files: &ModelFiles,
+        config: &DecoderConfig,
+        formats: Formats,
+        max_tokens: usize,
+    ) -> Result<Self, LoadError> {
+        let mut weights = DecoderWeights::from_safetensors(files, config, formats.matrices)?;
+        weights.multiply_rows_as(formats.rows);
+        // The shapes of tensors confirm the sizes from which the memory for keys and values follows.
+        let layers = Layers::load(&weights, config, max_tokens)?;
+        let count = max_tokens.div_ceil(BLOCK).max(BLOCKS_TOGETHER);
+        let workspace = |_| Workspace::new(config, count);
+        let workspaces = (0..rayon::current_num_threads()).map(workspace).collect::<io::Result<_>>();
+        let workspaces = workspaces.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
+        Ok(Self { layers, workspaces })
+    }
+
+    fn forward(&mut self, texts: &[&[u32]], wanted: impl Fn(&[u32]) -> Range<usize> + Sync) -> Vec<Vec<f32>> {
+        let tokens: usize = texts.iter().map(|text| text.len()).sum();
+        let shares = (tokens / WORTH_SHARING).clamp(1, self.workspaces.len());
+        let groups = shares_of(texts, tokens.div_ceil(shares).min(MAX_TOGETHER));
+        let mut vectors = vec![Vec::new(); texts.len()];
+        let mut results = &mut *vectors;
+        for groups in groups.chunks(self.workspaces.len()) {
+            let mut parts = Vec::with_capacity(groups.len());
+            for (group, workspace) in groups.iter().zip(&mut self.workspaces) {
+                let (own, others) = results.split_at_mut(group.len());
+                results = others;
+                parts.push((*group, workspace, own));
+            }
+            let layers = &self.layers;
+            let compute = |(texts, workspace, vectors): (&[&[u32]], &mut Workspace, &mut [Vec<f32>])| {
+                workspace.compute(layers, texts, &wanted, vectors);
+            };
+            match <[_; 1]>::try_from(parts) {
+                Ok([part]) => on_one_of_rayons_threads(|| compute(part)),
+                Err(parts) => in_parallel(parts.into_iter(), compute),
+            }
+        }
+        vectors
+    }
+}
+
+impl DeviceTexts {
+    fn load(
+        spec: &LoadSpec,
+        device: &Device,
+        files: &ModelFiles,
+        config: &DecoderConfig,
+        max_tokens: usize,
+    ) -> Result<Self, LoadError> {
+        let weights = DecoderWeights::from_safetensors(files, config, NumberFormat::F32)?;
+        let blocks = max_tokens.div_ceil(BLOCK).max(DEVICE_BLOCKS);
+        let kv_sizes = KvSizes { context: max_tokens, blocks, numbers: KvNumbers::F32 };
+        Ok(Self {
+            decoder: DeviceDecoder::load_for_texts(spec, device, &weights, config, kv_sizes)?,
+            hidden: config.hidden,
+            blocks: (0..blocks as u32).collect(),
+        })
+    }
+
+    fn forward(
+        &mut self,
+        texts: &[&[u32]],
+        wanted: impl Fn(&[u32]) -> Range<usize>,
+    ) -> candle_core::Result<Vec<Vec<f32>>> {
+        let mut vectors = Vec::with_capacity(texts.len());
+        let mut rows = Vec::new();
+        for texts in groups(texts, self.blocks.len(), |text| text.len().div_ceil(BLOCK)) {
+            let lengths: Vec<usize> = texts.iter().map(|text| text.len()).collect();
+            let spans = spans(&lengths, &self.blocks);
+            let Wanted { rows: wanted, counts } = Wanted::of(texts, &wanted);
+            self.decoder.forward(&texts.concat(), &spans, &wanted, &mut rows)?;
+            let mut rows = &*rows;
+            vectors.extend(counts.iter().map(|count| {
+                let (own, others) = rows.split_at(count * self.hidden);
+                rows = others;
+                own.to_vec()
+            }));
+        }
+        Ok(vectors)
+    }
+}
+
+/// The rows of texts whose results are wanted.
+struct Wanted {
+    rows: Vec<usize>,
+    /// The number of them for each text.
+    counts: Vec<usize>,
+}
+
+impl Wanted {
+    fn of(texts: &[&[u32]], wanted: impl Fn(&[u32]) -> Range<usize>) -> Self {
+        let (mut rows, mut counts, mut first) = (Vec::new(), Vec::new(), 0);
+        for text in texts {
+            let wanted = wanted(text);
+            counts.push(wanted.len());
+            rows.extend(wanted.map(|row| first + row));
+            first += text.len();
+        }
+        Self { rows, counts }
+    }
+}
+
+/// The spans of whole texts of these lengths. Each gets the next blocks.
+fn spans<'a>(lengths: &[usize], mut free: &'a [u32]) -> Vec<Span<'a>> {
+    let span = |length: &usize| {
+        let (blocks, others) = free.split_at(length.div_ceil(BLOCK));
+        free = others;
+        Span { blocks, first: 0, count: *length }
+    };
+    lengths.iter().map(span).collect()
+}
+
+/// Cuts texts into groups, each of the fewest texts that have `least` tokens in all. The last may have fewer.
+fn shares_of<'a>(mut texts: &'a [&'a [u32]], least: usize) -> Vec<&'a [&'a [u32]]> {
+    let mut groups = Vec::new();
+    while !texts.is_empty() {
+        let mut tokens = 0;
+        let is_open = |text: &&&[u32]| {
+            let has_room = tokens < least;
+            tokens += text.len();
+            has_room
+        };
+        let (group, others) = texts.split_at(texts.iter().take_while(is_open).count().max(1));
+        groups.push(group);
+        texts = others;
+    }
+    groups
+}
+
+/// Cuts `texts` into groups of which each has at most `most` in all, or a single text.
+fn groups<T>(mut texts: &[T], most: usize, size: impl Fn(&T) -> usize) -> Vec<&[T]> {
+    let mut groups = Vec::new();
+    while !texts.is_empty() {
+        let mut total = 0;
+        let fits = |text: &&T| {
+            total += size(text);
+            total <= most
+        };
+        let (group, others) = texts.split_at(texts.iter().take_while(fits).count().max(1));
+        groups.push(group);
+        texts = others;
+    }
+    groups
+}
+
+impl Workspace {
+    /// With `count` blocks for keys and values, whose memory is not used yet.
+    fn new(config: &DecoderConfig, count: usize) -> io::Result<Self> {
+        let shape = KvShape { layers: 1, ..config.kv_shape(KvNumbers::F32) };
+        let kv = KvBlocks::new(shape, count)?;
+        Ok(Self { buffers: Buffers::default(), kv, blocks: (0..count as u32).collect() })
+    }
+
+    /// Writes the wanted vectors of each text to `vectors`.
+    fn compute(
+        &mut self,
+        layers: &Layers,
+        texts: &[&[u32]],
+        wanted: impl Fn(&[u32]) -> Range<usize>,
+        vectors: &mut [Vec<f32>],
+    ) {
+        let Self { buffers, kv, blocks } = self;
+        let positions: Vec<usize> = texts.iter().flat_map(|text| 0..text.len()).collect();
+        let Wanted { rows, counts } = Wanted::of(texts, wanted);
+        let lengths: Vec<usize> = texts.iter().map(|text| text.len()).collect();
+        let is_causal = layers.config().is_causal;
+        let mut attention = TextsAttention { kv: &mut *kv, blocks, lengths: &lengths, is_causal };
+        let step = Rows { ids: &texts.concat(), positions: &positions, wanted: &rows };
+        let all = layers.vectors(step, &mut attention, buffers);
+        let mut all = &*all;
+        for (vectors, count) in vectors.iter_mut().zip(counts) {
+            let (own, others) = all.split_at(count * layers.config().hidden);
+            *vectors = own.to_vec();
+            all = others;
+        }
+        // A long text's memory is returned to the system.
+        let longest = lengths.iter().copied().max().unwrap_or_default();
+        (BLOCKS_TOGETHER..longest.div_ceil(BLOCK)).for_each(|block| kv.release(block));
+        if longest > 2 * MAX_TOGETHER {
+            *buffers = Buffers::default();
+        }
+    }
+}
+
+/// The attention of whole texts, each to itself.
+struct TextsAttention<'a> {
+    kv: &'a mut KvBlocks,
+    /// The numbers of its blocks.
+    blocks: &'a [u32],
+    /// The numbers of tokens of the texts.
+    lengths: &'a [usize],
+    is_causal: bool,
+}
+
+impl AttendRows for TextsAttention<'_> {
+    fn attend(
+        &mut self,
+        _layer: usize,
+        scoring: Scoring,
+        Qkv { mut queries, mut keys, mut values }: Qkv<'_>,
+        mut out: &mut [f32],
+    ) {
+        let tokens: usize = self.lengths.iter().sum();
+        let (query_width, key_width) = (queries.len() / tokens.max(1), keys.len() / tokens.max(1));
+        for lengths in groups(self.lengths, BLOCKS_TOGETHER, |length| length.div_ceil(BLOCK)) {
+            let spans = spans(lengths, self.blocks);
+            let tokens: usize = lengths.iter().sum();
+            let first_queries = queries.split_off(..tokens * query_width).unwrap_or_default();
+            let first_keys = keys.split_off(..tokens * key_width).unwrap_or_default();
+            let first_values = values.split_off(..tokens * key_width).unwrap_or_default();
+            let first_out = out.split_off_mut(..tokens * query_width).unwrap_or_default();
+            put(self.kv, 0, &spans, first_keys, first_values);
+            let attend = if self.is_causal { attend } else { attend_both_ways };
+            attend(self.kv, 0, scoring, &spans, first_queries, first_out);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a fixture that cannot be read fails its test")]
+mod tests {
+    use super::*;
+
+    fn fixture(name: &str) -> (LoadSpec, ModelFiles, DecoderConfig) {
+        let spec = LoadSpec::new(format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR")));
+        let files = ModelFiles::locate(&spec.source).unwrap();
+        let config = DecoderConfig::read(&files, &spec.source).unwrap();
+        (spec, files, config)
+    }
+
+    #[test]
+    fn a_text_gives_the_same_bits_alone_and_among_others_by_any_number_of_threads() {
+        for name in ["tiny-qwen3", "tiny-qwen2-both-ways", "tiny-gemma3-both-ways", "generate-gemma2"] {
+            let (_, _, config) = fixture(name);
+            let lengths = [1, 2, 100, 33, 5, 64, 31, 120, 32, 7].into_iter().cycle().take(170);
+            let text = |(index, length): (usize, usize)| {
+                let ids = 0..length;
+                ids.map(|at| ((index * 31 + at + 1) * 7_919 % config.vocabulary) as u32).collect()
+            };
+            let texts: Vec<Vec<u32>> = lengths.enumerate().map(text).collect();
+            let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+            assert!(texts.iter().map(|text| text.len()).sum::<usize>() > 3 * MAX_TOGETHER);
+            let with_threads = |threads, compute: &(dyn Fn(&mut OnePassDecoder) -> Vec<Vec<f32>> + Sync)| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| {
+                    let (spec, files, config) = fixture(name);
+                    let decoder =
+                        OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, Formats::F32, 128);
+                    compute(&mut decoder.unwrap())
+                })
+            };
+            let all = |text: &[u32]| 0..text.len();
+            let alone = with_threads(1, &|decoder| {
+                texts.iter().flat_map(|text| decoder.forward(&[*text], all).unwrap()).collect()
+            });
+            for threads in [1, 4] {
+                let together = with_threads(threads, &|decoder| decoder.forward(&texts, all).unwrap());
+                assert!(together == alone, "{name}, {threads} threads");
+            }
+            let last = with_threads(2, &|decoder| {
+                decoder.forward(&texts, |text| text.len() - 1..text.len()).unwrap()
+            });
+            for (last, all) in last.iter().zip(&alone) {
+                assert_eq!(last[..], all[all.len() - config.hidden..], "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn candles_operations_give_the_same_vectors() {
+        for name in ["tiny-qwen3", "tiny-qwen2-both-ways", "tiny-gemma3-both-ways"] {
+            let (spec, files, config) = fixture(name);
+            let lengths = [1, 60, 5, 100, 1, 33].into_iter().cycle().take(200);
+            let text = |length| (0..length).map(|at| ((at + 1) * 7_919 % config.vocabulary) as u32).collect();
+            let texts: Vec<Vec<u32>> = lengths.map(text).collect();
+            let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+            let all = |text: &[u32]| 0..text.len();
+            let mut host =
+                OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, Formats::F32, 128).unwrap();
+            let expected = host.forward(&texts, all).unwrap();
+            let found = DeviceTexts::load(&spec, &Device::Cpu, &files, &config, 128).unwrap();
+            let found = OnePassDecoder::Device(found).forward(&texts, all).unwrap();
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!(found.len(), expected.len());
+                let pairs = found.iter().zip(expected);
+                let error = pairs
+                    .map(|(a, b)| (a - b).abs())
+                    .fold(0.0_f32, |most, error| if error > most || error.is_nan() { error } else { most });
+                assert!(error < 1e-4, "{name}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn another_number_format_is_refused_by_name() {
+        let in_f16 = LoadSpec { dtype: Dtype::F16, ..LoadSpec::new("m") };
+        assert!(Formats::of(&in_f16).unwrap_err().to_string().contains("dtype is \"f16\""));
+        let on_gpu = LoadSpec { device: "cuda:0".into(), dtype: Dtype::Int8, ..LoadSpec::new("m") };
+        assert!(Formats::of(&on_gpu).unwrap_err().to_string().contains("dtype is \"int8\""));
+        assert_eq!(Formats::of(&LoadSpec::new("m")).unwrap(), Formats::F32);
+    }
+
+    #[test]
+    fn rotations_that_depend_on_a_texts_length_are_refused() {
+        let (spec, files, config) = fixture("generate-phi3");
+        let load =
+            |max_tokens| OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, Formats::F32, max_tokens);
+        assert!(load(128).is_ok());
+        assert!(load(129).err().unwrap().to_string().contains("longrope"));
+    }
+}

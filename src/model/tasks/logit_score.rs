@@ -1,0 +1,202 @@
+//! Rerankers that are causal models: their score is the logit of one token after the prompt, minus that of another.
+//! Decides by a model's files which tokens these are and how a pair becomes a prompt, as sentence-transformers does, or
+//! for the files that Qwen published as its model card does. Refuses rerankers whose prompt the files do not tell.
+
+use serde::Deserialize;
+
+use super::sentence_settings::SentenceSettings;
+use crate::model::family::{Description, MODULES, Module};
+use crate::model::load::ModelFiles;
+use crate::model::load::chat_template::PairTemplate;
+use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::load::vocabulary::pair_template;
+use crate::model::nets::encoder::ScoreTokens;
+use crate::model::{LoadError, LoadSpec, TaskError};
+
+/// The module of sentence-transformers that computes a score from logits.
+pub(super) const LOGIT_SCORE: &str = "LogitScore";
+
+/// The prompt of Qwen3-Reranker, from its model card.
+const QWEN3_PREFIX: &str = "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and \
+                            the Instruct provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n\
+                            <|im_start|>user\n";
+const QWEN3_SUFFIX: &str = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
+/// The instruction of requests that have none, from the same card.
+const QWEN3_INSTRUCTION: &str = "Given a web search query, retrieve relevant passages that answer the query";
+
+/// The `config.json` of a LogitScore module.
+#[derive(Deserialize)]
+struct ModuleConfig {
+    true_token_id: u32,
+    false_token_id: Option<u32>,
+    module_input_name: Option<String>,
+}
+
+/// Makes the prompts of pairs.
+pub(super) struct PairPrompts {
+    template: Template,
+    /// The instruction of requests that have none.
+    instruction: Option<String>,
+}
+
+enum Template {
+    /// The model's chat template.
+    OfModel(Box<PairTemplate>),
+    /// That of Qwen3-Reranker as it was published.
+    Qwen3,
+}
+
+/// Whether a model is a reranker of this kind, if it is one for `rerank` at all.
+pub(super) fn is_logit_score(model: &Description) -> bool {
+    let is_qwen3 = || model.classes().next() == Some("Qwen3ForCausalLM");
+    model.has_module(LOGIT_SCORE) || (is_qwen3() && !model.has_pooling())
+}
+
+impl PairPrompts {
+    /// Reads how a model makes prompts, and the tokens of its score.
+    ///
+    /// # Errors
+    /// As [`PairPrompts::of_files`], and [`LoadError::Unsupported`] for a token that the tokenizer or the network does not
+    /// have.
+    pub fn read(
+        spec: &LoadSpec,
+        files: &ModelFiles,
+        tokenizer: &TextTokenizer,
+    ) -> Result<(Self, ScoreTokens), LoadError> {
+        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+        let (prompts, tokens) = Self::of_files(spec, files)?;
+        let id_of = |token: &str| {
+            let missing =
+                || refused(format!("its tokenizer has no token {token:?}, whose logit would be the score"));
+            tokenizer.id_of_token(token).ok_or_else(missing)
+        };
+        let tokens = match tokens {
+            Some(tokens) => tokens,
+            None => ScoreTokens { yes: id_of("yes")?, no: Some(id_of("no")?) },
+        };
+        let vocabulary = tokenizer.vocabulary();
+        match std::iter::once(tokens.yes).chain(tokens.no).find(|id| *id >= vocabulary) {
+            Some(id) => Err(refused(format!(
+                "the token whose logit is the score has the id {id}; the network knows {vocabulary}"
+            ))),
+            None => Ok((prompts, tokens)),
+        }
+    }
+
+    /// Reads how a model makes prompts, and the tokens of its score if its files name them; otherwise they are `yes` and
+    /// `no`.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] naming the property that is not supported, [`LoadError::File`] for an invalid file.
+    pub fn of_files(spec: &LoadSpec, files: &ModelFiles) -> Result<(Self, Option<ScoreTokens>), LoadError> {
+        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+        let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
+        let kinds: Vec<&str> = modules.iter().map(Module::kind).collect();
+        match *kinds {
+            [] => {
+                let instruction = Some(QWEN3_INSTRUCTION.to_owned());
+                Ok((Self { template: Template::Qwen3, instruction }, None))
+            }
+            ["Transformer", LOGIT_SCORE] => {
+                let config: ModuleConfig =
+                    files.required_json(&format!("{}/config.json", modules[1].path))?;
+                if let Some(name) = config.module_input_name.filter(|name| name != "causal_logits") {
+                    let reason = format!("module_input_name is {name:?}; causal_logits is supported");
+                    return Err(refused(reason));
+                }
+                let unknown =
+                    "its settings do not render pairs by a chat template (modality_config has no message)";
+                let prompts = Self::of_chat_model(spec, files)?;
+                let prompts = prompts.ok_or_else(|| refused(unknown.to_owned()))?;
+                Ok((prompts, Some(ScoreTokens { yes: config.true_token_id, no: config.false_token_id })))
+            }
+            _ => {
+                let kinds = kinds.join(", ");
+                Err(refused(format!(
+                    "{MODULES} has the modules {kinds}; Transformer, {LOGIT_SCORE} are supported"
+                )))
+            }
+        }
+    }
+
+    /// The prompts by the model's chat template. None if its settings do not say that pairs are rendered by it.
+    ///
+    /// # Errors
+    /// As [`PairPrompts::read`].
+    pub fn of_chat_model(spec: &LoadSpec, files: &ModelFiles) -> Result<Option<Self>, LoadError> {
+        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+        let mut config = SentenceSettings::template_config(files)?;
+        if !config.modality_config.contains_key("message") {
+            return Ok(None);
+        }
+        let variables = config.processing_kwargs.remove("chat_template").unwrap_or_default();
+        if let Some((name, settings)) = config.processing_kwargs.iter().find(|(_, it)| !it.is_empty()) {
+            let keys: Vec<&str> = settings.keys().map(String::as_str).collect();
+            let keys = keys.join(", ");
+            return Err(refused(format!("processing_kwargs has {keys} of {name}, which is not supported")));
+        }
+        let reserved =
+            ["truncation", "max_length", "padding", "restore_suffix", "messages", "documents", "tools"];
+        if let Some(name) = variables.keys().find(|name| reserved.contains(&name.as_str())) {
+            return Err(refused(format!(
+                "processing_kwargs.chat_template has {name}, which is not supported"
+            )));
+        }
+        let template = pair_template(files, variables)?.map_err(refused)?;
+        let prompts = SentenceSettings::prompts(files, &spec.source)?;
+        let instruction = prompts.default().to_owned();
+        Ok(Some(Self {
+            template: Template::OfModel(Box::new(template)),
+            instruction: (!instruction.is_empty()).then_some(instruction),
+        }))
+    }
+
+    /// Whether the prompts have an instruction.
+    pub fn take_instruction(&self) -> bool {
+        match &self.template {
+            Template::OfModel(template) => template.takes_instruction(),
+            Template::Qwen3 => true,
+        }
+    }
+
+    /// The tokens of a pair. A prompt that is too long is cut before the end that all prompts have.
+    ///
+    /// # Errors
+    /// `BadInput` if the template refuses the pair, `Internal` if the tokenizer fails.
+    pub fn tokens(
+        &self,
+        tokenizer: &TextTokenizer,
+        instruction: Option<&str>,
+        query: &str,
+        document: &str,
+    ) -> Result<Tokens, TaskError> {
+        let ids_of = |query, document| tokenizer.pieces(&self.render(instruction, query, document)?);
+        let (mut ids, max) = (ids_of(query, document)?, tokenizer.max_tokens());
+        if ids.is_empty() {
+            return Err(TaskError::internal("the tokenizer made no tokens of the prompt"));
+        }
+        let truncated = ids.len() > max;
+        if truncated {
+            // Prompts of other texts end with the same tokens as this one would.
+            let (short, long) = (ids_of("0", "0")?, ids_of("1 2 3 4", "1 2 3 4")?);
+            let same = short.iter().rev().zip(long.iter().rev()).take_while(|(a, b)| a == b).count();
+            let end = if same < short.len().min(long.len()) { same.min(max) } else { 0 };
+            ids.truncate(max - end);
+            ids.extend_from_slice(&short[short.len() - end..]);
+        }
+        Ok(Tokens { second: ids.len(), ids, truncated, unpooled: 0 })
+    }
+
+    fn render(&self, instruction: Option<&str>, query: &str, document: &str) -> Result<String, TaskError> {
+        let instruction = instruction.or(self.instruction.as_deref());
+        match &self.template {
+            Template::OfModel(template) => template.render(instruction, query, document),
+            Template::Qwen3 => {
+                let instruction = instruction.unwrap_or_default();
+                Ok(format!(
+                    "{QWEN3_PREFIX}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{QWEN3_SUFFIX}"
+                ))
+            }
+        }
+    }
+}
