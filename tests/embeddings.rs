@@ -472,7 +472,7 @@ fn a_missing_tensor_and_one_of_another_shape_are_named() {
 #[test]
 fn what_is_not_computed_here_is_refused_by_name() {
     let cases = [
-        ("config.json", "\"bert\"", "\"electra\"", "electra"),
+        ("config.json", "\"bert\"", "\"convbert\"", "convbert"),
         ("config.json", "\"gelu_new\"", "\"silu\"", "silu"),
         ("modules.json", "pooling.Pooling", "dense.Dense", "Dense"),
         (

@@ -10,8 +10,8 @@ use serde_json::Value;
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
-    BRIEF_BODY, InputReport, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files,
-    load_text_model, request_text_files, text_input,
+    BRIEF_BODY, InputReport, MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs,
+    check_text_files, load_text_model, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{
     Description, Example, Family, FileRules, MODULES, OptionDefault, OptionSpec, POOLING, Sample, Serves,
@@ -47,13 +47,16 @@ pub static FAMILY: Family = Family {
         request_files: request_text_files,
         check,
     }),
-    options: &[OptionSpec {
-        name: "prompt_name",
-        takes: Takes::Text,
-        default: OptionDefault::Derived("the model's"),
-        help: "the prompt of the model's `config_sentence_transformers.json` that is put before texts whose request \
-               names none",
-    }],
+    options: &[
+        OptionSpec {
+            name: "prompt_name",
+            takes: Takes::Text,
+            default: OptionDefault::Derived("the model's"),
+            help: "the prompt of the model's `config_sentence_transformers.json` that is put before texts whose request \
+                   names none",
+        },
+        MAX_SEQ_LENGTH,
+    ],
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "tiny-bert-cls", options: &[] },
 };
@@ -105,7 +108,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let hidden = TextConfig::read(&files, &spec.source)?.hidden();
     let settings = SentenceSettings::read(&files, &spec.source, hidden)?;
     Options::prompts(spec, settings.prompts)?;
-    check_text_files(&files, spec)
+    check_text_files(&FAMILY, &files, spec)
 }
 
 /// Loads a model for embeddings.
@@ -120,7 +123,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
     let vectors =
         Vectors { width: settings.head.width(config.hidden()), normalize: settings.head.normalizes() };
     let output = Output::Pooled(settings.head);
-    let (tokenizer, network) = load_text_model(spec, device, &files, &config, settings.limits, &output)?;
+    let limits = text_limits(&FAMILY, spec, &files, &config)?;
+    let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
     let processor = EmbeddingProcessor {
         tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),

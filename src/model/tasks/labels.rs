@@ -11,10 +11,9 @@ use serde_json::Value;
 use super::entailment::{self, Entailment};
 use super::names::ServedNames;
 pub use super::probabilities::{sigmoid, softmax};
-use super::sentence_settings::SentenceSettings;
 use super::{
-    BRIEF_BODY, OnError, SharedReport, TextInputs, check_text_files, load_text_model, request_text_files,
-    text_input,
+    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
+    request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
@@ -131,10 +130,10 @@ pub static FAMILY: Family = Family {
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
             Entailment::read(&files, &Labels::read(&files, &spec.source)?.names)?;
-            check_text_files(&files, spec)
+            check_text_files(&FAMILY, &files, spec)
         },
     }),
-    options: &[],
+    options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "score-roberta", options: &[] },
 };
@@ -174,7 +173,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
     let config = TextConfig::read(&files, &spec.source)?;
     let labels = Labels::read(&files, &spec.source)?;
     let entailment = Entailment::read(&files, &labels.names)?;
-    let limits = SentenceSettings::limits(&files)?;
+    let limits = text_limits(&FAMILY, spec, &files, &config)?;
     let output = Output::Labels(labels.names.len());
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));

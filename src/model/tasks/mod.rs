@@ -28,11 +28,13 @@ use std::vec::IntoIter;
 
 use parking_lot::Mutex;
 use rayon::prelude::*;
+use serde::Deserialize;
 
 use self::sentence_settings::SentenceSettings;
+use super::family::{Family, OptionDefault, OptionProblem, OptionSpec, Takes};
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
-use super::nets::encoder::text_config::TextConfig;
+use super::nets::encoder::text_config::{MAX_DECODER_TOKENS, TextConfig};
 use super::nets::encoder::{Output, TextNetwork};
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::Body;
@@ -48,6 +50,42 @@ const TEXT_OVERHEAD: usize = 64;
 /// From this number of texts on, the threads of the caller's pool share them.
 const MANY_TEXTS: usize = 64;
 
+/// The most tokens of a text or pair, unless the pool says another number. While a text of this length is computed, other
+/// tasks wait: on two cores some seconds with BERT-base, and a minute with a decoder of a billion weights.
+const DEFAULT_MAX_SEQ_LENGTH: usize = 8_192;
+
+/// The option of families whose models may take long texts.
+const MAX_SEQ_LENGTH: OptionSpec = OptionSpec {
+    name: "max_seq_length",
+    takes: Takes::Whole(8..=MAX_DECODER_TOKENS as u64),
+    default: OptionDefault::Derived("the model's, at most 8,192"),
+    help: "the most tokens of a text or pair, special ones included; at most the model's. Longer ones are cut, and counted in \
+           the header `truncated`. Other tasks wait while a long text is computed",
+};
+
+#[derive(Deserialize)]
+struct LengthOption {
+    max_seq_length: Option<usize>,
+}
+
+/// The limits of texts, by the model's files and the pool's options.
+fn text_limits(
+    family: &Family,
+    spec: &LoadSpec,
+    files: &ModelFiles,
+    config: &TextConfig,
+) -> Result<TextLimits, LoadError> {
+    let LengthOption { max_seq_length } = family.read_options(spec)?;
+    let mut limits = SentenceSettings::limits(files)?;
+    let own = limits.max_tokens.unwrap_or(usize::MAX).min(config.max_tokens());
+    if let Some(wanted) = max_seq_length.filter(|wanted| *wanted > own) {
+        let expected = format!("at most {own}, which is the model's");
+        return Err(spec.refused_option(OptionProblem::expected(MAX_SEQ_LENGTH.name, wanted, expected)));
+    }
+    limits.max_tokens = Some(max_seq_length.unwrap_or(own.min(DEFAULT_MAX_SEQ_LENGTH)));
+    Ok(limits)
+}
+
 /// Requests the files of a model for texts.
 fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
@@ -56,9 +94,12 @@ fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.weights().map(drop)
 }
 
-/// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
-fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
-    TextConfig::read(files, &spec.source)?.check(spec)?;
+/// Checks the options and the files that every network for texts has, as
+/// [`FileRules::check`](super::family::FileRules::check) does.
+fn check_text_files(family: &Family, files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
+    let config = TextConfig::read(files, &spec.source)?;
+    config.check(spec)?;
+    text_limits(family, spec, files, &config)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }

@@ -10,10 +10,9 @@ use serde_json::json;
 use super::labels::{label_count, sigmoid};
 use super::logit_score::{LOGIT_SCORE, PairPrompts, is_logit_score};
 use super::names::ServedNames;
-use super::sentence_settings::SentenceSettings;
 use super::{
-    BRIEF_BODY, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files, read_tokenizer,
-    request_text_files, text_input,
+    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files,
+    read_tokenizer, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
@@ -44,7 +43,7 @@ pub static FAMILY: Family = Family {
         request_files,
         check,
     }),
-    options: &[],
+    options: &[MAX_SEQ_LENGTH],
     sample: |texts| {
         let body = json!({"query": texts.first(), "documents": texts});
         Sample::json(RERANK_URL, &body, texts.len())
@@ -72,7 +71,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     } else {
         PairPrompts::of_files(spec, &files)?;
     }
-    check_text_files(&files, spec)
+    check_text_files(&FAMILY, &files, spec)
 }
 
 /// Whether a model has a head with one label, instead of logits of which the score is made.
@@ -87,7 +86,7 @@ fn has_label(model: &Description) -> bool {
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(PairProcessor, TextNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = TextConfig::read(&files, &spec.source)?;
-    let limits = SentenceSettings::limits(&files)?;
+    let limits = text_limits(&FAMILY, spec, &files, &config)?;
     let tokenizer = read_tokenizer(&files, &config, limits)?;
     let model = Description::read(&files)?;
     let (prompts, output) = if has_label(&model) {

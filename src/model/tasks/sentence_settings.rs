@@ -39,8 +39,6 @@ pub struct SentenceSettings {
     pub head: SentenceHead,
     /// Whether the tokens of a prompt are pooled too.
     pub include_prompt: bool,
-    /// The maximum number of tokens of a text, and whether texts are lower-cased before they are tokenised.
-    pub limits: TextLimits,
     /// The prompts that may be put before each text.
     pub prompts: Prompts,
 }
@@ -219,11 +217,9 @@ impl SentenceSettings {
     pub fn read(files: &ModelFiles, source: &str, hidden: usize) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
         let prompts = Self::prompts(files, source)?;
-        let limits = Self::limits(files)?;
         let mut settings = Self {
             head: Pooling { modes: vec![default_mode(files)?], normalize: false }.into(),
             include_prompt: true,
-            limits,
             prompts,
         };
         let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();

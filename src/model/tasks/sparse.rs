@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
-    BRIEF_BODY, MayBeCut, OnError, SharedReport, TextInputs, check_text_files, read_tokenizer,
-    request_text_files, text_input,
+    BRIEF_BODY, MAX_SEQ_LENGTH, MayBeCut, OnError, SharedReport, TextInputs, check_text_files,
+    read_tokenizer, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{
     Description, Example, Family, FileRules, LIBRARY_CONFIG, MODULES, Module, Sample, Serves,
@@ -52,10 +52,10 @@ pub static FAMILY: Family = Family {
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
             Settings::read(&files, &NetworkConfig::read(&files, &spec.source)?, &spec.source)?;
-            check_text_files(&files, spec)
+            check_text_files(&FAMILY, &files, spec)
         },
     }),
-    options: &[],
+    options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "inputs", texts),
     example: Example { model: "sparse-bert", options: &[] },
 };
@@ -167,7 +167,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SparseProcessor, Sparse
     let config = NetworkConfig::read(&files, &spec.source)?;
     let Settings { pooling, is_tied, top_k, prompts } = Settings::read(&files, &config, &spec.source)?;
     let text_config = TextConfig::Encoder(config.clone());
-    let tokenizer = read_tokenizer(&files, &text_config, SentenceSettings::limits(&files)?)?;
+    let tokenizer = read_tokenizer(&files, &text_config, text_limits(&FAMILY, spec, &files, &text_config)?)?;
     let network = SparseNetwork::load(spec, device, &files, &config, &tokenizer, (pooling, is_tied))?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = SparseProcessor { tokenizer, names, prompts, top_k, max_inputs: spec.max_inputs };

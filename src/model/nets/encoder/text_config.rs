@@ -28,7 +28,7 @@ pub const NAMES: [&str; Family::NAMES.len() + CONFIG_ARCHITECTURES.len()] = {
 
 /// The largest number of tokens of a text that a decoder gets, whatever its `max_position_embeddings`. The time of
 /// attention is proportional to the square of this number.
-const MAX_DECODER_TOKENS: usize = 1 << 17;
+pub const MAX_DECODER_TOKENS: usize = 1 << 17;
 
 /// The description of a network for texts.
 #[derive(Clone, Debug)]

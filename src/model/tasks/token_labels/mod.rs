@@ -14,10 +14,9 @@ use serde::Deserialize;
 use self::entities::{Found, Labelled, Token, is_by_word, labelled, without_overlaps};
 use super::labels::{Labels, assumptions, softmax};
 use super::names::ServedNames;
-use super::sentence_settings::SentenceSettings;
 use super::{
-    BRIEF_BODY, OnError, SharedReport, TextInputs, check_text_files, load_text_model, request_text_files,
-    text_input,
+    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
+    request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
@@ -65,10 +64,10 @@ pub static FAMILY: Family = Family {
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
             read_labels(&files, spec)?;
-            check_text_files(&files, spec)
+            check_text_files(&FAMILY, &files, spec)
         },
     }),
-    options: &[],
+    options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "token-bert", options: &[] },
 };
@@ -115,7 +114,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TokenLabelProcessor, Te
     let files = ModelFiles::locate(&spec.source)?;
     let config = TextConfig::Encoder(NetworkConfig::read(&files, &spec.source)?);
     let labels = read_labels(&files, spec)?;
-    let limits = SentenceSettings::limits(&files)?;
+    let limits = text_limits(&FAMILY, spec, &files, &config)?;
     let output = Output::TokenLabels(labels.len());
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
     let unknown = unknown_id(&files, &tokenizer)?;
