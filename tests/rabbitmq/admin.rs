@@ -423,7 +423,8 @@ async fn after_an_outage_launchers_listen_again_and_the_metrics_have_shown_it() 
     metric_becomes(&admin, &connected, 0.0).await;
     rabbit.start();
     metric_becomes(&admin, &connected, 1.0).await;
-    sconce.wait_for_log_times("listening", 2).await;
+    // It listens for requests and for cancellations, before the outage and after it.
+    sconce.wait_for_log_times("listening", 4).await;
     assert_eq!(slots(&settings, &["ping"]).await[0]["state"], "ready");
     assert_eq!(sconce.stop().await, 0);
 }

@@ -410,9 +410,9 @@ async fn stdin_and_more_files_are_read_and_what_cannot_be_continued_is_refused()
     let mut early = files.submit(&settings, &[]);
     assert_ne!(early.exit_code().await, 0);
     assert!(early.log().contains(&settings.tasks), "the queue is named: {}", early.log());
+    assert!(!files.output.exists(), "a refused command leaves no file");
     let sconce = Sconce::launched(&settings).await;
     let output = files.output.to_str().expect("UTF-8");
-    fs::remove_file(&files.output).expect("an output");
     let more = Files::new(&rows(40)[30..]);
     files.done(&settings, &["-i", more.input.to_str().expect("UTF-8")]).await;
     assert_eq!(inputs(files.answers()), echoed(40));
