@@ -59,8 +59,7 @@ const MAX_SEQ_LENGTH: OptionSpec = OptionSpec {
     name: "max_seq_length",
     takes: Takes::Whole(8..=MAX_DECODER_TOKENS as u64),
     default: OptionDefault::Derived("the model's, at most 8,192"),
-    help: "the most tokens of a text or pair, special ones included; at most the model's. Longer ones are cut, and counted in \
-           the header `truncated`. Other tasks wait while a long text is computed",
+    help: "the most tokens of a text or pair. Longer ones are cut. Other tasks wait while a long text is computed",
 };
 
 #[derive(Deserialize)]
