@@ -80,11 +80,12 @@ impl CandidateLabels {
         self.names.iter().map(|label| self.template.replace(PLACEHOLDER, label))
     }
 
-    /// Checks the largest size that the reply can have, which lists `top_k` labels for each of `count` `inputs`.
+    /// Checks the largest size that the reply can have. It lists `top_k` labels for each of `count` inputs, which
+    /// errors call `noun`, such as "texts".
     ///
     /// # Errors
-    /// `TooLarge`.
-    pub fn check_reply(&self, top_k: usize, count: usize, inputs: &str) -> Result<(), TaskError> {
+    /// `TooLarge` if the reply could have more bytes than allowed.
+    pub fn check_reply(&self, top_k: usize, count: usize, noun: &str) -> Result<(), TaskError> {
         let written = |label: &String| serde_json::to_string(label).map_or(usize::MAX, |json| json.len());
         let mut sizes: Vec<usize> = self.names.iter().map(written).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
@@ -94,14 +95,14 @@ impl CandidateLabels {
             return Ok(());
         }
         let message = format!(
-            "the labels of {count} {inputs} would take up to {bytes} bytes in the reply; at most {MAX_REPLY_BYTES} are \
-             allowed: send fewer {inputs} or a smaller top_k"
+            "the labels of {count} {noun} would take up to {bytes} bytes in the reply; at most {MAX_REPLY_BYTES} are \
+             allowed: send fewer {noun} or a smaller top_k"
         );
         Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"))
     }
 }
 
-/// Bounds the labels in a header; `list` bounds those in JSON.
+/// Checks the number of labels in a header. For JSON, `list` does that.
 pub(super) fn check_count(count: usize) -> Result<(), TaskError> {
     if count <= MAX_LABELS {
         return Ok(());

@@ -65,14 +65,14 @@ impl SparseRequest {
     }
 }
 
-/// A number of a sparse vector.
+/// A number of a sparse vector, with its index.
 #[derive(Serialize)]
 struct SparseValue {
     index: u32,
     value: f32,
 }
 
-/// The body of the reply: for each text a list of the numbers of its vector with their indices.
+/// Writes the body of the reply: for each text, the list of its vector's numbers with their indices.
 ///
 /// # Errors
 /// `Internal` if the body cannot be written.

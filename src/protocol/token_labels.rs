@@ -148,14 +148,14 @@ pub struct Entity<'a> {
     pub entity: Option<&'a str>,
     /// The probability of the label, or the mean of those of an entity.
     pub score: f32,
-    /// The index of a token in the text, where special tokens count.
+    /// The index of a token among those of the text, special ones included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index: Option<usize>,
     /// The token, or the text that the tokenizer makes of the entity's tokens.
     pub word: String,
     /// The first character in the text.
     pub start: u32,
-    /// The character after the last.
+    /// The character after the last one.
     pub end: u32,
 }
 

@@ -9,10 +9,12 @@ use crate::gemm::{by_blocks, columns_of_this_cpu};
 #[derive(Debug)]
 pub struct Disentangled {
     /// Position keys, then position queries, which are scaled as the queries are. Both are transposed:
-    /// `[2·hidden, vectors]`.
+    /// `[2·hidden, count]`.
     rows: Vec<f32>,
-    vectors: usize,
-    /// The bias of the keys: `[hidden]`. Without position queries it would change no attention weight.
+    /// The number of position keys, and of position queries.
+    count: usize,
+    /// The bias of the keys: `[hidden]`. Its product with a query is the same for all keys, so it changes attention
+    /// weights only by its product with position queries.
     k_bias: Vec<f32>,
     /// The vector of each distance, which is the key's position minus the query's: `[2·longest - 1]`, from
     /// -(longest - 1) on.
@@ -41,9 +43,9 @@ impl Disentangled {
         by_distance: Arc<[u32]>,
     ) -> Self {
         assert_eq!(position_keys.len(), position_queries.len(), "both have a vector for each distance");
-        let vectors = position_keys.len() / k_bias.len();
+        let count = position_keys.len() / k_bias.len();
         position_keys.extend_from_slice(position_queries);
-        Self { rows: position_keys, vectors, k_bias, by_distance }
+        Self { rows: position_keys, count, k_bias, by_distance }
     }
 
     /// The position keys and the position queries, each `[hidden, vectors]`.
@@ -51,9 +53,9 @@ impl Disentangled {
         self.rows.split_at(self.rows.len() / 2).into()
     }
 
-    /// The indices of the vectors of the distances from -(`n` - 1) to `n` - 1.
-    pub fn indices(&self, n: usize) -> &[u32] {
-        &self.by_distance[self.by_distance.len() / 2 + 1 - n..][..2 * n - 1]
+    /// The indices of the vectors for the distances in a text of `tokens` tokens, from -(`tokens` - 1) to `tokens` - 1.
+    pub fn indices(&self, tokens: usize) -> &[u32] {
+        &self.by_distance[self.by_distance.len() / 2 + 1 - tokens..][..2 * tokens - 1]
     }
 
     /// The width of a token's vector.
@@ -66,8 +68,8 @@ impl Disentangled {
         &self.k_bias
     }
 
-    /// Writes the vectors of the distances in texts of up to `longest` tokens to `to`. The kernel reads up to `margin`
-    /// columns before the smallest distance.
+    /// Writes the vectors for all distances in texts of up to `longest` tokens to `to`, in the order of the distances.
+    /// The kernel reads up to `margin` columns before the smallest distance.
     pub(crate) fn in_order<'a>(
         &self,
         longest: usize,
@@ -77,9 +79,9 @@ impl Disentangled {
         let center = margin + longest - 1;
         let stride = center + longest + columns_of_this_cpu();
         let indices = self.indices(longest);
-        to.resize(self.rows.len() / self.vectors * stride, 0.0);
+        to.resize(self.rows.len() / self.count * stride, 0.0);
         by_blocks(to, stride, |first, block| {
-            let rows = self.rows.chunks_exact(self.vectors).skip(first);
+            let rows = self.rows.chunks_exact(self.count).skip(first);
             for (to, row) in block.chunks_exact_mut(stride).zip(rows) {
                 to[margin..].iter_mut().zip(indices).for_each(|(to, index)| *to = row[*index as usize]);
             }

@@ -15,14 +15,14 @@ use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::{LoadError, TaskError};
 use crate::protocol::labels::{ClassifyRequest, ZeroShot};
 
-/// The beginning of the name of the label that means entailment, in small letters.
+/// The beginning of the name of the label that means entailment, in lower case.
 const ENTAILMENT: &str = "entail";
 
 /// The labels of a model of natural language inference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entailment {
     entailment: usize,
-    /// By the pipeline this is the first label, or the last one if the first is entailment.
+    /// The first label, or the last one if the first is entailment, as in the pipeline.
     contradiction: usize,
 }
 
@@ -36,7 +36,7 @@ impl Entailment {
     /// kind.
     ///
     /// # Errors
-    /// [`LoadError::File`] if the number of the label is none of the model's.
+    /// [`LoadError::File`] if `label2id` gives entailment a number that no label has.
     pub fn read(files: &ModelFiles, names: &[String]) -> Result<Option<Self>, LoadError> {
         let is_entailment = |name: &str| name.to_lowercase().starts_with(ENTAILMENT);
         let config: Config = files.required_json("config.json")?;
@@ -44,7 +44,8 @@ impl Entailment {
             Some(ids) => ids.into_iter().filter(|(name, _)| is_entailment(name)).map(|(_, id)| id).collect(),
             None => (0..names.len()).filter(|id| is_entailment(&names[*id])).map(Value::from).collect(),
         };
-        // The pipeline takes the first of several, by their order in the file, which means nothing.
+        // Of several such labels the pipeline takes the first in the file, which is an accident. Here there must be
+        // one.
         let [id] = &*ids else { return Ok(None) };
         let number = id.as_u64().or_else(|| id.as_str()?.parse().ok());
         let Some(entailment) = number.map(|id| id as usize).filter(|id| *id < names.len()) else {
@@ -73,13 +74,13 @@ impl Entailment {
 }
 
 /// A text of several pairs, which is tokenised once.
-struct Shared {
+struct SharedText {
     text: String,
     path: String,
     pieces: OnceLock<Result<Vec<u32>, TaskError>>,
 }
 
-impl Shared {
+impl SharedText {
     fn new(text: String, path: String) -> Arc<Self> {
         Arc::new(Self { text, path, pieces: OnceLock::new() })
     }
@@ -92,8 +93,8 @@ impl Shared {
 
 /// A text and the sentence with a label.
 struct Pair {
-    premise: Arc<Shared>,
-    hypothesis: Arc<Shared>,
+    premise: Arc<SharedText>,
+    hypothesis: Arc<SharedText>,
     /// The bytes of the texts that no earlier pair has.
     new_bytes: usize,
 }
@@ -111,11 +112,11 @@ pub(super) fn inputs(
     let field = zero_shot.labels.field;
     let hypotheses = zero_shot.labels.sentences().enumerate();
     let hypotheses: Vec<_> =
-        hypotheses.map(|(index, sentence)| Shared::new(sentence, format!("{field}[{index}]"))).collect();
+        hypotheses.map(|(index, sentence)| SharedText::new(sentence, format!("{field}[{index}]"))).collect();
     let texts = std::mem::take(&mut request.texts);
     let mut pairs = Vec::with_capacity(texts.len() * hypotheses.len());
     for (index, text) in texts.into_iter().enumerate() {
-        let premise = Shared::new(text, request.path(index));
+        let premise = SharedText::new(text, request.path(index));
         for (label, hypothesis) in hypotheses.iter().enumerate() {
             let of_premise = if label == 0 { premise.text.len() } else { 0 };
             let of_hypothesis = if index == 0 { hypothesis.text.len() } else { 0 };

@@ -1,6 +1,7 @@
 //! Rerankers that are causal models: their score is the logit of one token after the prompt, minus that of another.
-//! Decides by a model's files which tokens these are and how a pair becomes a prompt, as sentence-transformers does, or
-//! for the files that Qwen published as its model card does. Refuses rerankers whose prompt the files do not tell.
+//! Decides by a model's files which tokens these are and how a pair becomes a prompt, as sentence-transformers does.
+//! Files of Qwen3-Reranker as Qwen published them get what its model card says. Refuses rerankers whose files do not
+//! define the prompt.
 
 use serde::Deserialize;
 
@@ -42,11 +43,11 @@ pub(super) struct PairPrompts {
 enum Template {
     /// The model's chat template.
     OfModel(Box<PairTemplate>),
-    /// That of Qwen3-Reranker as it was published.
+    /// The prompt of Qwen3-Reranker's model card.
     Qwen3,
 }
 
-/// Whether a model is a reranker of this kind, if it is one for `rerank` at all.
+/// Whether the logits of tokens are the score of a model that serves `rerank`.
 pub(super) fn is_logit_score(model: &Description) -> bool {
     let is_qwen3 = || model.classes().next() == Some("Qwen3ForCausalLM");
     model.has_module(LOGIT_SCORE) || (is_qwen3() && !model.has_pooling())
@@ -77,7 +78,7 @@ impl PairPrompts {
         let vocabulary = tokenizer.vocabulary();
         match std::iter::once(tokens.yes).chain(tokens.no).find(|id| *id >= vocabulary) {
             Some(id) => Err(refused(format!(
-                "the token whose logit is the score has the id {id}; the network knows {vocabulary}"
+                "the token whose logit is the score has the id {id}, but the network has only {vocabulary} tokens"
             ))),
             None => Ok((prompts, tokens)),
         }
@@ -93,6 +94,7 @@ impl PairPrompts {
         let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
         let kinds: Vec<&str> = modules.iter().map(Module::kind).collect();
         match *kinds {
+            // Without modules.json: the files that Qwen published.
             [] => {
                 let instruction = Some(QWEN3_INSTRUCTION.to_owned());
                 Ok((Self { template: Template::Qwen3, instruction }, None))
@@ -104,8 +106,8 @@ impl PairPrompts {
                     let reason = format!("module_input_name is {name:?}; causal_logits is supported");
                     return Err(refused(reason));
                 }
-                let unknown =
-                    "its settings do not render pairs by a chat template (modality_config has no message)";
+                let unknown = "modality_config in sentence_bert_config.json has no message, so pairs are not rendered \
+                               by a chat template";
                 let prompts = Self::of_chat_model(spec, files)?;
                 let prompts = prompts.ok_or_else(|| refused(unknown.to_owned()))?;
                 Ok((prompts, Some(ScoreTokens { yes: config.true_token_id, no: config.false_token_id })))
@@ -119,7 +121,8 @@ impl PairPrompts {
         }
     }
 
-    /// The prompts by the model's chat template. None if its settings do not say that pairs are rendered by it.
+    /// Reads the prompts of a model that renders pairs by its chat template. None if its settings do not say that it
+    /// does.
     ///
     /// # Errors
     /// As [`PairPrompts::read`].
@@ -133,7 +136,7 @@ impl PairPrompts {
         if let Some((name, settings)) = config.processing_kwargs.iter().find(|(_, it)| !it.is_empty()) {
             let keys: Vec<&str> = settings.keys().map(String::as_str).collect();
             let keys = keys.join(", ");
-            return Err(refused(format!("processing_kwargs has {keys} of {name}, which is not supported")));
+            return Err(refused(format!("processing_kwargs.{name} has {keys}, which is not supported")));
         }
         let reserved =
             ["truncation", "max_length", "padding", "restore_suffix", "messages", "documents", "tools"];
@@ -151,15 +154,15 @@ impl PairPrompts {
         }))
     }
 
-    /// Whether the prompts have an instruction.
-    pub fn take_instruction(&self) -> bool {
+    /// Whether the prompts can have an instruction.
+    pub fn takes_instruction(&self) -> bool {
         match &self.template {
             Template::OfModel(template) => template.takes_instruction(),
             Template::Qwen3 => true,
         }
     }
 
-    /// The tokens of a pair. A prompt that is too long is cut before the end that all prompts have.
+    /// The tokens of a pair. A prompt that is too long is cut before the suffix that all prompts have in common.
     ///
     /// # Errors
     /// `BadInput` if the template refuses the pair, `Internal` if the tokenizer fails.
@@ -177,12 +180,13 @@ impl PairPrompts {
         }
         let truncated = ids.len() > max;
         if truncated {
-            // Prompts of other texts end with the same tokens as this one would.
+            // The common suffix of two other prompts is that of all prompts. If one of them is wholly a suffix of the
+            // other, it also holds tokens of the texts, and none is kept.
             let (short, long) = (ids_of("0", "0")?, ids_of("1 2 3 4", "1 2 3 4")?);
             let same = short.iter().rev().zip(long.iter().rev()).take_while(|(a, b)| a == b).count();
-            let end = if same < short.len().min(long.len()) { same.min(max) } else { 0 };
-            ids.truncate(max - end);
-            ids.extend_from_slice(&short[short.len() - end..]);
+            let suffix = if same < short.len().min(long.len()) { same.min(max) } else { 0 };
+            ids.truncate(max - suffix);
+            ids.extend_from_slice(&short[short.len() - suffix..]);
         }
         Ok(Tokens { second: ids.len(), ids, truncated, unpooled: 0 })
     }

@@ -1,7 +1,7 @@
 //! Reranking and scoring by cross-encoders and by causal models (`logit_score`), equal to
-//! `sentence_transformers.CrossEncoder` within 1e-5. Turns
-//! `/v1/rerank` and `/v1/score` bodies into pairs of texts, and their scores into response bodies. Each pair is an
-//! input of its own, so that many documents share batches with other tasks. Never touches the device.
+//! `sentence_transformers.CrossEncoder` within 1e-5. Turns `/v1/rerank` and `/v1/score` bodies into pairs of texts, and
+//! their scores into response bodies. Each pair is an input of its own, so that many documents share batches with other
+//! tasks. Never touches the device.
 
 use std::sync::Arc;
 
@@ -74,7 +74,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     check_text_files(&FAMILY, &files, spec)
 }
 
-/// Whether a model has a head with one label, instead of logits of which the score is made.
+/// Whether a model's score is the output of a head with one label. Otherwise it is computed from the logits of tokens.
 fn has_label(model: &Description) -> bool {
     label_count(model) == Some(1) && !model.has_module(LOGIT_SCORE)
 }
@@ -138,7 +138,7 @@ impl Processor for PairProcessor {
             _ => PairsRequest::rerank(&message.body, self.max_inputs),
         }?;
         self.names.check(request.model.as_deref())?;
-        let takes_instruction = self.prompts.as_ref().is_some_and(|prompts| prompts.take_instruction());
+        let takes_instruction = self.prompts.as_ref().is_some_and(|prompts| prompts.takes_instruction());
         if request.instruction.is_some() && !takes_instruction {
             let message = "instruction: this model takes none; leave it out, or send null";
             return Err(TaskError::bad_input("instruction", message));

@@ -31,7 +31,7 @@ use crate::protocol::sparse::{SparseRequest, URL, write_vectors};
 const HEAD_SUFFIX: &str = "ForMaskedLM";
 /// The module that pools the logits of that head.
 const SPLADE: &str = "SpladePooling";
-/// From this number on, the numbers of a reply take about ten milliseconds to write.
+/// A reply of this many numbers takes about 10 ms to write.
 const MANY_NUMBERS: usize = 50_000;
 
 /// Models that compute a sparse vector for each text.
@@ -60,7 +60,7 @@ pub static FAMILY: Family = Family {
     example: Example { model: "sparse-bert", options: &[] },
 };
 
-/// Pooling is assumed without `modules.json`.
+/// The pooling is assumed if `modules.json` does not have SpladePooling.
 fn assumptions(model: &Description) -> Vec<String> {
     let assumption = || {
         format!(
@@ -76,7 +76,7 @@ struct Settings {
     pooling: SparsePooling,
     /// Whether the head may use the matrix of the token embeddings.
     is_tied: bool,
-    /// The most numbers of a vector, unless the request says another number.
+    /// The most numbers of a vector, unless the request has `top_k`.
     top_k: Option<usize>,
     prompts: Prompts,
 }
@@ -122,7 +122,7 @@ impl Settings {
                 if !first.path.is_empty() {
                     let path = &first.path;
                     return Err(refused(format!(
-                        "the Transformer module is in {path:?}; the top is supported"
+                        "the Transformer module is in the folder {path:?}; only the top of the model is supported"
                     )));
                 }
                 let pooling: PoolingConfig = files.required_json(&format!("{}/config.json", second.path))?;
@@ -168,7 +168,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SparseProcessor, Sparse
     let Settings { pooling, is_tied, top_k, prompts } = Settings::read(&files, &config, &spec.source)?;
     let text_config = TextConfig::Encoder(config.clone());
     let tokenizer = read_tokenizer(&files, &text_config, text_limits(&FAMILY, spec, &files, &text_config)?)?;
-    let network = SparseNetwork::load(spec, device, &files, &config, &tokenizer, (pooling, is_tied))?;
+    let network = SparseNetwork::load(spec, device, &files, &config, &tokenizer, pooling, is_tied)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = SparseProcessor { tokenizer, names, prompts, top_k, max_inputs: spec.max_inputs };
     Ok((processor, network))
@@ -179,7 +179,7 @@ pub struct SparseProcessor {
     tokenizer: Arc<TextTokenizer>,
     names: ServedNames,
     prompts: Prompts,
-    /// The most numbers of a vector, unless the request says another number.
+    /// The most numbers of a vector, unless the request has `top_k`.
     top_k: Option<usize>,
     max_inputs: usize,
 }
@@ -216,13 +216,13 @@ impl Processor for SparseProcessor {
         let prompt = self.prompts.named(request.prompt_name.as_deref())?.to_owned();
         let selection = Arc::new(Selection::new(request.top_k.or(self.top_k), request.threshold));
         let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
-        let of_task = selection.clone();
+        let task_selection = selection.clone();
         let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
             let path = || request.path(index);
             let text = if prompt.is_empty() { text } else { format!("{prompt}{text}") };
             let tokens = tokenizer.text(&text).map_err(|error| error.with_param(path()))?;
             let sized = text_input(tokens, request.truncate, path, tokenizer.max_tokens())?;
-            let input = SparseInput { tokens: sized.input, selection: of_task.clone() };
+            let input = SparseInput { tokens: sized.input, selection: task_selection.clone() };
             Ok(SizedInput::new(input, sized.tokens))
         });
         let (report, inputs) = texts.into_inputs()?;

@@ -1,6 +1,6 @@
-//! Renders a query and a document to the prompt of a reranker, by the model's own chat template: with one message of the
-//! role `query` and one of the role `document`, as sentence-transformers does. An instruction is the system message
-//! before them. Refuses a template that would drop one of the texts.
+//! Renders a query and a document into the prompt of a reranker by the model's own chat template. The template gets one
+//! message of the role `query` and one of the role `document`, as in sentence-transformers. An instruction is the
+//! system message before them. Refuses a template that would drop one of the texts.
 
 use jiff::Zoned;
 use minijinja::value::{Serde, Value};
@@ -8,9 +8,9 @@ use serde_json::{Map, Value as Json};
 
 use super::{ChatTemplate, DEFAULT, SpecialTokens, TemplateField, of_bounded_length, reason_of, sources};
 use crate::model::load::ModelFiles;
-use crate::model::{LoadError, TaskError};
+use crate::model::{LoadError, TaskError, TaskErrorKind};
 
-/// Texts that no template has of its own. They show whether a template keeps a text.
+/// Texts that no template contains. A prompt that contains one shows that the template keeps the text of that message.
 const MARKS: [&str; 3] = ["sconce7d1f", "sconce3b2a", "sconce9c4e"];
 
 /// A chat template for pairs.
@@ -18,7 +18,7 @@ pub struct PairTemplate {
     template: ChatTemplate,
     /// Further variables of the template, from the model's files.
     variables: Map<String, Json>,
-    /// Whether the prompt has the instruction.
+    /// Whether the template puts the instruction into the prompt.
     takes_instruction: bool,
 }
 
@@ -34,10 +34,10 @@ impl PairTemplate {
         special_tokens: SpecialTokens,
         variables: Map<String, Json>,
     ) -> Result<Result<Self, String>, LoadError> {
-        let text = sources(files, configured)?.remove(DEFAULT);
-        let text = text.unwrap_or_else(|| Err("it has no chat template".to_owned()));
+        let source = sources(files, configured)?.remove(DEFAULT);
+        let source = source.unwrap_or_else(|| Err("it has no chat template".to_owned()));
         let template =
-            text.and_then(of_bounded_length).and_then(|text| ChatTemplate::new(&text, special_tokens));
+            source.and_then(of_bounded_length).and_then(|text| ChatTemplate::new(&text, special_tokens));
         Ok(template.and_then(|template| Self::new(template, variables)))
     }
 
@@ -45,12 +45,13 @@ impl PairTemplate {
         let mut pairs = Self { template, variables, takes_instruction: false };
         let [instruction, query, document] = MARKS;
         let mut reason = "it drops the query or the document".to_owned();
-        // Contents are texts or lists of parts.
+        // Templates take the content of a message as a text or as a list of parts. The first form that keeps both texts
+        // is used.
         for takes_parts in [false, true] {
             pairs.template.takes_parts = takes_parts;
-            match pairs.rendered(None, query, document) {
+            match pairs.try_render(None, query, document) {
                 Ok(text) if text.contains(query) && text.contains(document) => {
-                    let instructed = pairs.rendered(Some(instruction), query, document);
+                    let instructed = pairs.try_render(Some(instruction), query, document);
                     pairs.takes_instruction = instructed.is_ok_and(|text| text.contains(instruction));
                     return Ok(pairs);
                 }
@@ -61,12 +62,12 @@ impl PairTemplate {
         Err(format!("its chat template cannot render messages of the roles query and document: {reason}"))
     }
 
-    /// Whether the prompt has the instruction.
+    /// Whether the template puts the instruction into the prompt.
     pub fn takes_instruction(&self) -> bool {
         self.takes_instruction
     }
 
-    /// The prompt.
+    /// Renders a pair into a prompt.
     ///
     /// # Errors
     /// `BadInput` with the template's reason if it refuses the texts.
@@ -76,13 +77,13 @@ impl PairTemplate {
         query: &str,
         document: &str,
     ) -> Result<String, TaskError> {
-        self.rendered(instruction, query, document).map_err(|error| {
+        self.try_render(instruction, query, document).map_err(|error| {
             let message = format!("the model's chat template refuses this pair: {}", reason_of(&error));
-            TaskError::new(crate::model::TaskErrorKind::BadInput, message)
+            TaskError::new(TaskErrorKind::BadInput, message)
         })
     }
 
-    fn rendered(
+    fn try_render(
         &self,
         instruction: Option<&str>,
         query: &str,

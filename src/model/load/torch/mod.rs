@@ -15,8 +15,8 @@ use safetensors::tensor::TensorInfo;
 use self::pickle::Pickled;
 use self::shown::shown;
 
-/// How many times the bytes of the file its tensors may have together. Tensors may share their numbers: T5 names one
-/// matrix four times.
+/// The tensors may have at most this many times the bytes of the file together. They may have more than the file
+/// because tensors may share their numbers: T5 names one matrix four times.
 const MAX_SHARED: usize = 8;
 
 /// The tensors of a file by their names, with their types, their shapes, and where their numbers are in the file.
@@ -52,9 +52,9 @@ pub fn tensors(file: &[u8]) -> Result<BTreeMap<String, TensorInfo>, String> {
         let entry = entry(&format!("data/{}", storage.key));
         let entry = entry.ok_or_else(|| fault(format!("its storage {} is missing", shown(storage.key))))?;
         let number_bytes = storage.dtype.bitsize() / 8;
-        if storage.numbers.checked_mul(number_bytes) != Some(entry.len()) {
-            let (numbers, bytes) = (storage.numbers, entry.len());
-            return Err(fault(format!("its storage of {numbers} {:?} has {bytes} bytes", storage.dtype)));
+        if storage.count.checked_mul(number_bytes) != Some(entry.len()) {
+            let (count, bytes) = (storage.count, entry.len());
+            return Err(fault(format!("its storage of {count} {:?} has {bytes} bytes", storage.dtype)));
         }
         if !is_contiguous(&shape, &strides) {
             return Err(fault(format!(
@@ -64,8 +64,8 @@ pub fn tensors(file: &[u8]) -> Result<BTreeMap<String, TensorInfo>, String> {
         }
         let numbers = shape.iter().try_fold(1, |count: usize, length| count.checked_mul(*length));
         let end = numbers.and_then(|numbers| numbers.checked_add(offset));
-        let (Some(numbers), true) = (numbers, end.is_some_and(|end| end <= storage.numbers)) else {
-            let stored = storage.numbers;
+        let (Some(numbers), true) = (numbers, end.is_some_and(|end| end <= storage.count)) else {
+            let stored = storage.count;
             return Err(fault(format!(
                 "its shape {shape:?} from {offset} on exceeds its storage of {stored} numbers"
             )));
@@ -84,7 +84,7 @@ pub fn tensors(file: &[u8]) -> Result<BTreeMap<String, TensorInfo>, String> {
     Ok(tensors)
 }
 
-/// What a file is that is not a zip archive.
+/// The reason for which a file that is not a zip archive is refused.
 fn other_format(file: &[u8]) -> &'static str {
     if file.starts_with(b"\x80") {
         "it is a bare pickle, as PyTorch wrote it before version 1.6, which is not read; docs/models.md (Weights) shows \
@@ -93,11 +93,12 @@ fn other_format(file: &[u8]) -> &'static str {
         "it is a tar archive, as the first versions of PyTorch wrote it, which is not read; docs/models.md (Weights) \
          shows how to convert it"
     } else {
-        "it is no zip archive, as PyTorch writes it"
+        "it is no zip archive, and PyTorch writes one"
     }
 }
 
-/// Whether numbers with these distances lie in the order of the shape. Distances in dimensions of length 1 mean nothing.
+/// Whether numbers with these strides are in the order of the shape. The stride of a dimension of length 1 means
+/// nothing.
 fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
     let mut expected = 1_usize;
     let dimensions = shape.iter().zip(strides).rev();

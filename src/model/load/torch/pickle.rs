@@ -1,6 +1,6 @@
 //! The tensors that a pickle of `torch.save` describes. Decides which opcodes and which globals are read: those that a
-//! dictionary of tensors needs. Executes nothing, and recurses nowhere: what the pickle would build is a list of values
-//! that name each other by index, with a bound on each list. Does not read the numbers of tensors.
+//! dictionary of tensors needs. Executes nothing and does not recurse: the values of the pickle are kept in lists of
+//! bounded length, and refer to each other by their indices. Does not read the numbers of tensors.
 
 use std::collections::BTreeMap;
 
@@ -12,36 +12,74 @@ use super::shown::shown;
 pub(super) const MAX_BYTES: usize = MAX_TENSORS << 8;
 /// The most tensors of a file. Models with more are published in several files.
 const MAX_TENSORS: usize = 1 << 14;
-/// The most values that are kept at once in tuples, dictionaries and the memo: 64 for each tensor. Files have about 30.
+/// The most values that are kept at once in tuples, dictionaries and the memo: 64 for each tensor. Files of PyTorch
+/// have about 30 for each.
 const MAX_VALUES: usize = MAX_TENSORS << 6;
 /// The most values on the stack. `pickle` writes a dictionary in parts of 1,000 keys and values.
 const MAX_STACK: usize = 1 << 12;
-/// The most tuples and dictionaries that are open at once. Files have three.
+/// The most tuples and parts of dictionaries that are open at once, one in the other. Files of PyTorch have three.
 const MAX_OPEN: usize = 16;
 /// The most dimensions of a tensor.
 const MAX_DIMENSIONS: usize = 8;
 
-/// A tensor as the pickle describes it. None of its numbers has been compared with the storage.
+/// The error for a value that is taken from an empty stack.
+const EMPTY: &str = "a value is missing";
+/// The error for more than [`MAX_TENSORS`] tensors.
+const TOO_MANY: &str = "it has more than 16,384 tensors";
+
+type Parsed<T> = Result<T, String>;
+
+/// The opcodes that are read, by their names in Python's `pickletools`.
+mod opcode {
+    pub(super) const BINGET: u8 = b'h';
+    pub(super) const BININT: u8 = b'J';
+    pub(super) const BININT1: u8 = b'K';
+    pub(super) const BININT2: u8 = b'M';
+    pub(super) const BINPERSID: u8 = b'Q';
+    pub(super) const BINPUT: u8 = b'q';
+    pub(super) const BINUNICODE: u8 = b'X';
+    pub(super) const BUILD: u8 = b'b';
+    pub(super) const EMPTY_DICT: u8 = b'}';
+    pub(super) const EMPTY_TUPLE: u8 = b')';
+    pub(super) const GLOBAL: u8 = b'c';
+    pub(super) const LONG1: u8 = 0x8a;
+    pub(super) const LONG_BINGET: u8 = b'j';
+    pub(super) const LONG_BINPUT: u8 = b'r';
+    pub(super) const MARK: u8 = b'(';
+    pub(super) const NEWFALSE: u8 = 0x89;
+    pub(super) const NEWTRUE: u8 = 0x88;
+    pub(super) const NONE: u8 = b'N';
+    pub(super) const PROTO: u8 = 0x80;
+    pub(super) const REDUCE: u8 = b'R';
+    pub(super) const SETITEM: u8 = b's';
+    pub(super) const SETITEMS: u8 = b'u';
+    pub(super) const STOP: u8 = b'.';
+    pub(super) const TUPLE: u8 = b't';
+    pub(super) const TUPLE1: u8 = 0x85;
+    pub(super) const TUPLE3: u8 = 0x87;
+}
+
+/// A tensor as the pickle describes it. Its offset, shape and strides have not been compared with the storage.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Pickled<'a> {
     pub(super) storage: Storage<'a>,
-    /// The place of the first number in the storage.
+    /// The index of the first number in the storage.
     pub(super) offset: usize,
     pub(super) shape: Vec<usize>,
     pub(super) strides: Vec<usize>,
 }
 
-/// A list of numbers in an entry of its own.
+/// A list of numbers, which is an entry of the archive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Storage<'a> {
     /// The name of its entry.
     pub(super) key: &'a str,
     pub(super) dtype: Dtype,
-    /// The count of its numbers.
-    pub(super) numbers: usize,
+    /// How many numbers it has.
+    pub(super) count: usize,
 }
 
-/// What a pickle may refer to.
+/// The classes and functions that a pickle may name.
 #[derive(Clone, Copy)]
 enum Global {
     OrderedDict,
@@ -50,7 +88,8 @@ enum Global {
     Storage(Dtype),
 }
 
-/// A value on the stack or in another one. Numbers are indices.
+/// A value on the stack or in another value. Tuples, dictionaries and tensors are indices in the lists of the
+/// [`Reader`].
 #[derive(Clone, Copy)]
 enum Value<'a> {
     None,
@@ -84,9 +123,9 @@ impl Value<'_> {
 ///
 /// # Errors
 /// What is wrong with the pickle, or what in it is refused, with its name.
-pub(super) fn read(pickle: &[u8]) -> Step<BTreeMap<&str, Pickled<'_>>> {
+pub(super) fn read(pickle: &[u8]) -> Parsed<BTreeMap<&str, Pickled<'_>>> {
     let mut reader = Reader { rest: pickle, ..Reader::default() };
-    while reader.rest.first() != Some(&STOP) {
+    while reader.rest.first() != Some(&opcode::STOP) {
         let at = pickle.len() - reader.rest.len();
         reader.step().map_err(|reason| format!("its pickle, at byte {at}: {reason}"))?;
     }
@@ -132,52 +171,56 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Takes one opcode.
-    fn step(&mut self) -> Step<()> {
-        let opcode = self.number(1)? as u8;
-        match opcode {
-            b'\x80' => match self.number(1)? {
+    /// Reads one opcode, and does what it means.
+    fn step(&mut self) -> Parsed<()> {
+        let code = self.number(1)? as u8;
+        match code {
+            opcode::PROTO => match self.number(1)? {
                 2 => Ok(()),
                 version => Err(format!("pickle protocol {version} is not read; torch.save writes 2")),
             },
-            b'c' => {
+            opcode::GLOBAL => {
                 let (module, name) = (self.line()?, self.line()?);
                 self.push(Value::Global(global(module, name)?))
             }
-            b'(' if self.marks.len() == MAX_OPEN => Err(format!("more than {MAX_OPEN} values are open")),
-            b'(' => {
+            opcode::MARK if self.marks.len() == MAX_OPEN => {
+                Err(format!("more than {MAX_OPEN} values are open"))
+            }
+            opcode::MARK => {
                 self.marks.push(self.stack.len());
                 Ok(())
             }
-            b'N' => self.push(Value::None),
-            b'\x88' | b'\x89' => self.push(Value::Bool),
-            b'K' => self.number(1).and_then(|number| self.push(Value::Int(number))),
-            b'M' => self.number(2).and_then(|number| self.push(Value::Int(number))),
-            b'J' => self.signed(4).and_then(|number| self.push(Value::Int(number))),
-            b'\x8a' => {
+            opcode::NONE => self.push(Value::None),
+            opcode::NEWTRUE | opcode::NEWFALSE => self.push(Value::Bool),
+            opcode::BININT1 => self.number(1).and_then(|number| self.push(Value::Int(number))),
+            opcode::BININT2 => self.number(2).and_then(|number| self.push(Value::Int(number))),
+            opcode::BININT => self.signed(4).and_then(|number| self.push(Value::Int(number))),
+            opcode::LONG1 => {
                 let bytes = self.number(1)?;
                 let number = self.signed(bytes as usize)?;
                 self.push(Value::Int(number))
             }
-            b'X' => {
+            opcode::BINUNICODE => {
                 let bytes = self.number(4)?;
                 let text = self.take(bytes as usize)?;
                 self.push(Value::Text(str::from_utf8(text).map_err(|_| "a text is not UTF-8")?))
             }
-            b'}' => self.push_dict(),
-            b')' => self.push_tuple(self.stack.len()),
-            b'\x85'..=b'\x87' => self.last(opcode - 0x84).and_then(|start| self.push_tuple(start)),
-            b't' => self.mark().and_then(|start| self.push_tuple(start)),
-            b's' => self.last(2).and_then(|start| self.set_items(start)),
-            b'u' => self.mark().and_then(|start| self.set_items(start)),
-            b'q' => self.number(1).and_then(|index| self.remember(index as usize)),
-            b'r' => self.number(4).and_then(|index| self.remember(index as usize)),
-            b'h' => self.number(1).and_then(|index| self.recall(index as usize)),
-            b'j' => self.number(4).and_then(|index| self.recall(index as usize)),
-            b'Q' => self.push_storage(),
-            b'R' => self.reduce(),
-            // The attributes of a dictionary: `_metadata` of a module's state.
-            b'b' => match (self.pop()?, self.top()?) {
+            opcode::EMPTY_DICT => self.push_dict(),
+            opcode::EMPTY_TUPLE => self.push_tuple(self.stack.len()),
+            opcode::TUPLE1..=opcode::TUPLE3 => {
+                self.last(code - opcode::TUPLE1 + 1).and_then(|start| self.push_tuple(start))
+            }
+            opcode::TUPLE => self.mark().and_then(|start| self.push_tuple(start)),
+            opcode::SETITEM => self.last(2).and_then(|start| self.set_items(start)),
+            opcode::SETITEMS => self.mark().and_then(|start| self.set_items(start)),
+            opcode::BINPUT => self.number(1).and_then(|index| self.remember(index as usize)),
+            opcode::LONG_BINPUT => self.number(4).and_then(|index| self.remember(index as usize)),
+            opcode::BINGET => self.number(1).and_then(|index| self.recall(index as usize)),
+            opcode::LONG_BINGET => self.number(4).and_then(|index| self.recall(index as usize)),
+            opcode::BINPERSID => self.push_storage(),
+            opcode::REDUCE => self.reduce(),
+            // The attribute `_metadata` of the dictionary, which weights do not need.
+            opcode::BUILD => match (self.pop()?, self.top()?) {
                 (Value::Dict(_), Value::Dict(_)) => Ok(()),
                 (state, object) => Err(format!("{} gets {} as its state", object.kind(), state.kind())),
             },
@@ -185,14 +228,14 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn take(&mut self, bytes: usize) -> Step<&'a [u8]> {
+    fn take(&mut self, bytes: usize) -> Parsed<&'a [u8]> {
         let (taken, rest) = self.rest.split_at_checked(bytes).ok_or("it is cut off")?;
         self.rest = rest;
         Ok(taken)
     }
 
     /// A little-endian number without a sign.
-    fn number(&mut self, bytes: usize) -> Step<i64> {
+    fn number(&mut self, bytes: usize) -> Parsed<i64> {
         let mut number = [0; 8];
         let taken = self.take(bytes)?;
         number.get_mut(..bytes).ok_or("a number has more than 8 bytes")?.copy_from_slice(taken);
@@ -200,19 +243,19 @@ impl<'a> Reader<'a> {
     }
 
     /// As [`number`](Self::number), in two's complement.
-    fn signed(&mut self, bytes: usize) -> Step<i64> {
+    fn signed(&mut self, bytes: usize) -> Parsed<i64> {
         let number = self.number(bytes)?;
         let unused = 64 - 8 * bytes.max(1);
         Ok(number << unused >> unused)
     }
 
-    fn line(&mut self) -> Step<&'a str> {
+    fn line(&mut self) -> Parsed<&'a str> {
         let end = self.rest.iter().position(|byte| *byte == b'\n').ok_or("it is cut off")?;
         let line = self.take(end + 1)?;
         str::from_utf8(&line[..end]).map_err(|_| "a name is not UTF-8".to_owned())
     }
 
-    fn push(&mut self, value: Value<'a>) -> Step<()> {
+    fn push(&mut self, value: Value<'a>) -> Parsed<()> {
         if self.stack.len() == MAX_STACK {
             return Err(format!("more than {MAX_STACK} values are on its stack"));
         }
@@ -220,21 +263,21 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn push_dict(&mut self) -> Step<()> {
+    fn push_dict(&mut self) -> Parsed<()> {
         self.keep(1)?;
         self.dicts.push(Vec::new());
         self.push(Value::Dict(self.dicts.len() - 1))
     }
 
     /// Moves the values from this height of the stack on into a tuple.
-    fn push_tuple(&mut self, start: usize) -> Step<()> {
+    fn push_tuple(&mut self, start: usize) -> Parsed<()> {
         self.keep(1 + self.stack.len() - start)?;
         self.tuples.push(self.stack.split_off(start));
         self.push(Value::Tuple(self.tuples.len() - 1))
     }
 
     /// Moves the keys and values from this height of the stack on into the dictionary below them.
-    fn set_items(&mut self, start: usize) -> Step<()> {
+    fn set_items(&mut self, start: usize) -> Parsed<()> {
         let count = self.stack.len() - start;
         self.keep(count)?;
         let items = self.stack.split_off(start);
@@ -245,33 +288,33 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The values of the innermost open value. Those below them cannot be taken.
-    fn open(&self) -> &[Value<'a>] {
+    /// The values above the last mark. Those below it cannot be taken.
+    fn above_mark(&self) -> &[Value<'a>] {
         &self.stack[self.marks.last().copied().unwrap_or(0)..]
     }
 
     /// The height of the stack below its last `count` values.
-    fn last(&self, count: u8) -> Step<usize> {
-        let are_there = self.open().len() >= count.into();
+    fn last(&self, count: u8) -> Parsed<usize> {
+        let are_there = self.above_mark().len() >= count.into();
         are_there.then(|| self.stack.len() - usize::from(count)).ok_or_else(|| EMPTY.to_owned())
     }
 
-    fn mark(&mut self) -> Step<usize> {
+    fn mark(&mut self) -> Parsed<usize> {
         self.marks.pop().ok_or_else(|| "no value is open".to_owned())
     }
 
-    fn top(&self) -> Step<Value<'a>> {
-        self.open().last().copied().ok_or_else(|| EMPTY.to_owned())
+    fn top(&self) -> Parsed<Value<'a>> {
+        self.above_mark().last().copied().ok_or_else(|| EMPTY.to_owned())
     }
 
-    fn pop(&mut self) -> Step<Value<'a>> {
+    fn pop(&mut self) -> Parsed<Value<'a>> {
         let top = self.top()?;
         self.stack.pop();
         Ok(top)
     }
 
     /// The index of a tuple.
-    fn pop_tuple(&mut self) -> Step<usize> {
+    fn pop_tuple(&mut self) -> Parsed<usize> {
         match self.pop()? {
             Value::Tuple(index) => Ok(index),
             other => Err(format!("{} is where a tuple belongs", other.kind())),
@@ -279,12 +322,12 @@ impl<'a> Reader<'a> {
     }
 
     /// Counts values before they are kept.
-    fn keep(&mut self, count: usize) -> Step<()> {
+    fn keep(&mut self, count: usize) -> Parsed<()> {
         self.kept += count;
         (self.kept <= MAX_VALUES).then_some(()).ok_or_else(|| format!("it has more than {MAX_VALUES} values"))
     }
 
-    fn remember(&mut self, index: usize) -> Step<()> {
+    fn remember(&mut self, index: usize) -> Parsed<()> {
         if index != self.memo.len() {
             return Err(format!("its memo of {} values is written at {index}", self.memo.len()));
         }
@@ -293,12 +336,12 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn recall(&mut self, index: usize) -> Step<()> {
+    fn recall(&mut self, index: usize) -> Parsed<()> {
         let value = self.memo.get(index).copied();
         self.push(value.ok_or_else(|| format!("its memo of {} values is read at {index}", self.memo.len()))?)
     }
 
-    fn push_storage(&mut self) -> Step<()> {
+    fn push_storage(&mut self) -> Parsed<()> {
         let id = self.pop_tuple()?;
         // The fourth is the device on which the storage was.
         let &[
@@ -306,16 +349,16 @@ impl<'a> Reader<'a> {
             Value::Global(Global::Storage(dtype)),
             Value::Text(key),
             Value::Text(_),
-            Value::Int(numbers),
+            Value::Int(count),
         ] = &*self.tuples[id]
         else {
             return Err("a persistent id is not that of a storage".to_owned());
         };
-        self.push(Value::Storage(Storage { key, dtype, numbers: size(numbers)? }))
+        self.push(Value::Storage(Storage { key, dtype, count: size(count)? }))
     }
 
     /// Does what the call of a global means.
-    fn reduce(&mut self) -> Step<()> {
+    fn reduce(&mut self) -> Parsed<()> {
         let (arguments, callee) = (self.pop_tuple()?, self.pop()?);
         match (callee, &*self.tuples[arguments]) {
             (Value::Global(Global::OrderedDict), []) => self.push_dict(),
@@ -350,7 +393,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn sizes(&self, tuple: usize) -> Step<Vec<usize>> {
+    fn sizes(&self, tuple: usize) -> Parsed<Vec<usize>> {
         let values = &self.tuples[tuple];
         if values.len() > MAX_DIMENSIONS {
             return Err(format!("a tensor has {} dimensions", values.len()));
@@ -363,20 +406,11 @@ impl<'a> Reader<'a> {
     }
 }
 
-type Step<T> = Result<T, String>;
-
-/// The opcode that ends a pickle.
-const STOP: u8 = b'.';
-/// The error for a value that is taken from an empty stack.
-const EMPTY: &str = "a value is missing";
-/// The error for more than [`MAX_TENSORS`] tensors.
-const TOO_MANY: &str = "it has more than 16,384 tensors";
-
-fn size(number: i64) -> Step<usize> {
+fn size(number: i64) -> Parsed<usize> {
     usize::try_from(number).map_err(|_| format!("a size is {number}"))
 }
 
-fn global(module: &str, name: &str) -> Step<Global> {
+fn global(module: &str, name: &str) -> Parsed<Global> {
     Ok(match (module, name) {
         ("collections", "OrderedDict") => Global::OrderedDict,
         ("torch._utils", "_rebuild_tensor_v2") => Global::RebuildTensor,
@@ -400,7 +434,7 @@ fn global(module: &str, name: &str) -> Step<Global> {
     })
 }
 
-/// The names of other opcodes in Python's `pickletools`, after their numbers.
+/// The opcodes that are not read: their numbers in hexadecimal, and their names in Python's `pickletools`.
 const OTHER_OPCODES: &str = "30:POP 31:POP_MARK 32:DUP 42:BINBYTES 43:SHORT_BINBYTES 46:FLOAT 47:BINFLOAT 49:INT 4c:LONG \
     50:PERSID 53:STRING 54:BINSTRING 55:SHORT_BINSTRING 56:UNICODE 5d:EMPTY_LIST 61:APPEND 64:DICT 65:APPENDS 67:GET \
     69:INST 6c:LIST 6f:OBJ 70:PUT 81:NEWOBJ 82:EXT1 83:EXT2 84:EXT4 8b:LONG4 8c:SHORT_BINUNICODE 8d:BINUNICODE8 \

@@ -1,6 +1,6 @@
-//! A decoder that computes whole texts in one pass: vectors of their tokens, and no logits. Texts follow each other
-//! without padding. Decides which texts are computed together, so that the memory of a batch is bounded. Owns the weights,
-//! and the memory for the keys and values of one layer, which each layer uses anew.
+//! Computes the vectors of whole texts' tokens in one pass of a decoder, without logits. The texts of a batch follow
+//! each other without padding. Decides which texts are computed together, so that the memory of a batch is bounded.
+//! Owns the weights, and memory for the keys and values of one layer, which each layer overwrites.
 //!
 //! On a CPU, a token's results do not depend on the other texts of a batch, to the last bit.
 
@@ -19,16 +19,18 @@ use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use crate::model::ops::{Bf16Products, NumberFormat, RowFormat, bf16_products, in_parallel, may_use_int16};
 use crate::model::{Dtype, LoadError, LoadSpec};
 
-/// From this number of tokens on, one thread computes no further texts together.
-const MAX_TOGETHER: usize = 2_048;
-/// From this number of tokens for each thread on, the threads share the texts. Otherwise they share the products of all
-/// texts.
-const WORTH_SHARING: usize = 256;
-/// The blocks of keys and values of texts whose attention is computed together. A single text may have more. For 8 heads
-/// of 128 numbers a block has 256 KiB.
+/// A group of texts is full when it has this many tokens. A thread computes one group at a time.
+const GROUP_TOKENS: usize = 2_048;
+/// A batch is divided among threads only if each gets at least this many tokens. A batch that is not divided is one
+/// group, and the threads share each of its matrix products.
+const MIN_SHARE_TOKENS: usize = 256;
+/// The number of blocks of keys and values for which attention is computed at once. A single text may need more. A
+/// block of 8 heads with 128 numbers in f32 has 256 KiB.
 const BLOCKS_TOGETHER: usize = 128;
+/// The number of blocks of keys and values on a device, enough for 8,192 tokens. A single text may need more.
+const DEVICE_BLOCKS: usize = 256;
 
-/// The number formats of products.
+/// The number formats of matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Formats {
     matrices: NumberFormat,
@@ -36,11 +38,11 @@ pub struct Formats {
 }
 
 impl Formats {
-    /// Those with which others are compared. Matrices that files have in bf16 are kept so.
+    /// The reference formats, with which others are compared. Matrices that the files have in bf16 stay in bf16.
     pub const F32: Self = Self { matrices: NumberFormat::F32, rows: RowFormat::F32 };
 
-    /// Those of the pool's `dtype` on a CPU. Rows are converted to bf16, or to whole numbers of 16 bits, if that is faster
-    /// on this CPU. On another device all numbers have the pool's type.
+    /// The formats for the pool's `dtype` on a CPU. Rows are converted to bf16, or to whole numbers of 16 bits, if that
+    /// is faster on this CPU. On another device all numbers have the pool's type.
     ///
     /// # Errors
     /// [`LoadError::Unsupported`] for a `dtype` in which the device does not compute.
@@ -56,7 +58,7 @@ impl Formats {
             NumberFormat::F32 => RowFormat::F32,
             NumberFormat::Bf16 if products.use_unit() => RowFormat::Bf16,
             NumberFormat::Bf16 => RowFormat::F32,
-            // The fastest comes first.
+            // The matrices are quantised. The fastest format of rows comes first.
             _ if products == Bf16Products::Amx => RowFormat::Bf16,
             // With 8 bits, the vectors of small models differed from those in f32 by up to 0.23 of their length.
             _ if may_use_int16() => RowFormat::Int16,
@@ -65,9 +67,6 @@ impl Formats {
         Ok(Self { matrices, rows })
     }
 }
-
-/// The blocks of keys and values on a device: those of 8,192 tokens. A single text may need more.
-const DEVICE_BLOCKS: usize = 256;
 
 /// A decoder without its output projection.
 pub enum OnePassDecoder {
@@ -84,11 +83,19 @@ pub struct HostTexts {
     workspaces: Vec<Workspace>,
 }
 
+/// A group of texts for one thread.
+struct Part<'a> {
+    texts: &'a [&'a [u32]],
+    workspace: &'a mut Workspace,
+    /// The results, one for each text.
+    vectors: &'a mut [Vec<f32>],
+}
+
 /// A decoder on a device.
 pub struct DeviceTexts {
     decoder: DeviceDecoder,
     hidden: usize,
-    /// The numbers of its blocks.
+    /// The indices of all blocks, 0 to their count.
     blocks: Vec<u32>,
 }
 
@@ -97,7 +104,7 @@ struct Workspace {
     buffers: Buffers,
     /// The keys and values of one layer.
     kv: KvBlocks,
-    /// The numbers of its blocks.
+    /// The indices of all blocks, 0 to their count.
     blocks: Vec<u32>,
 }
 
@@ -116,12 +123,12 @@ impl OnePassDecoder {
         formats: Formats,
         max_tokens: usize,
     ) -> Result<Self, LoadError> {
-        let long = config.rotations.iter().filter_map(|rotation| rotation.long.as_ref());
-        if let Some(long) = long.into_iter().find(|long| max_tokens > long.original) {
+        let mut scaled = config.rotations.iter().filter_map(|rotation| rotation.long.as_ref());
+        if let Some(long) = scaled.find(|long| max_tokens > long.original) {
             let original = long.original;
             let reason = format!(
-                "rope scaling \"longrope\" rotates texts of more than {original} tokens otherwise than shorter ones, which \
-                 is not supported for texts that are computed in one pass; set max_seq_length in \
+                "rope scaling \"longrope\" uses other frequencies for texts of more than {original} tokens, which is \
+                 not supported for texts that are computed in one pass; set max_seq_length in \
                  sentence_bert_config.json to {original}"
             );
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
@@ -179,8 +186,8 @@ impl HostTexts {
 
     fn forward(&mut self, texts: &[&[u32]], wanted: impl Fn(&[u32]) -> Range<usize> + Sync) -> Vec<Vec<f32>> {
         let tokens: usize = texts.iter().map(|text| text.len()).sum();
-        let shares = (tokens / WORTH_SHARING).clamp(1, self.workspaces.len());
-        let groups = shares_of(texts, tokens.div_ceil(shares).min(MAX_TOGETHER));
+        let shares = (tokens / MIN_SHARE_TOKENS).clamp(1, self.workspaces.len());
+        let groups = groups_of_at_least(texts, tokens.div_ceil(shares).min(GROUP_TOKENS));
         let mut vectors = vec![Vec::new(); texts.len()];
         let mut results = &mut *vectors;
         for groups in groups.chunks(self.workspaces.len()) {
@@ -188,12 +195,13 @@ impl HostTexts {
             for (group, workspace) in groups.iter().zip(&mut self.workspaces) {
                 let (own, others) = results.split_at_mut(group.len());
                 results = others;
-                parts.push((*group, workspace, own));
+                parts.push(Part { texts: group, workspace, vectors: own });
             }
             let layers = &self.layers;
-            let compute = |(texts, workspace, vectors): (&[&[u32]], &mut Workspace, &mut [Vec<f32>])| {
+            let compute = |Part { texts, workspace, vectors }: Part<'_>| {
                 workspace.compute(layers, texts, &wanted, vectors);
             };
+            // The threads share the products of a single part; of several parts each thread computes one.
             match <[_; 1]>::try_from(parts) {
                 Ok([part]) => on_one_of_rayons_threads(|| compute(part)),
                 Err(parts) => in_parallel(parts.into_iter(), compute),
@@ -228,7 +236,7 @@ impl DeviceTexts {
     ) -> candle_core::Result<Vec<Vec<f32>>> {
         let mut vectors = Vec::with_capacity(texts.len());
         let mut rows = Vec::new();
-        for texts in groups(texts, self.blocks.len(), |text| text.len().div_ceil(BLOCK)) {
+        for texts in groups_of_at_most(texts, self.blocks.len(), |text| text.len().div_ceil(BLOCK)) {
             let lengths: Vec<usize> = texts.iter().map(|text| text.len()).collect();
             let spans = spans(&lengths, &self.blocks);
             let Wanted { rows: wanted, counts } = Wanted::of(texts, &wanted);
@@ -274,8 +282,8 @@ fn spans<'a>(lengths: &[usize], mut free: &'a [u32]) -> Vec<Span<'a>> {
     lengths.iter().map(span).collect()
 }
 
-/// Cuts texts into groups, each of the fewest texts that have `least` tokens in all. The last may have fewer.
-fn shares_of<'a>(mut texts: &'a [&'a [u32]], least: usize) -> Vec<&'a [&'a [u32]]> {
+/// Cuts texts into groups, each of the fewest texts that have `least` tokens together. The last group may have fewer.
+fn groups_of_at_least<'a>(mut texts: &'a [&'a [u32]], least: usize) -> Vec<&'a [&'a [u32]]> {
     let mut groups = Vec::new();
     while !texts.is_empty() {
         let mut tokens = 0;
@@ -291,8 +299,8 @@ fn shares_of<'a>(mut texts: &'a [&'a [u32]], least: usize) -> Vec<&'a [&'a [u32]
     groups
 }
 
-/// Cuts `texts` into groups of which each has at most `most` in all, or a single text.
-fn groups<T>(mut texts: &[T], most: usize, size: impl Fn(&T) -> usize) -> Vec<&[T]> {
+/// Cuts texts into groups whose sizes add up to at most `most`. A larger text is a group by itself.
+fn groups_of_at_most<T>(mut texts: &[T], most: usize, size: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let mut groups = Vec::new();
     while !texts.is_empty() {
         let mut total = 0;
@@ -337,10 +345,10 @@ impl Workspace {
             *vectors = own.to_vec();
             all = others;
         }
-        // A long text's memory is returned to the system.
+        // The memory that only long texts need is returned to the system.
         let longest = lengths.iter().copied().max().unwrap_or_default();
         (BLOCKS_TOGETHER..longest.div_ceil(BLOCK)).for_each(|block| kv.release(block));
-        if longest > 2 * MAX_TOGETHER {
+        if longest > 2 * GROUP_TOKENS {
             *buffers = Buffers::default();
         }
     }
@@ -349,7 +357,7 @@ impl Workspace {
 /// The attention of whole texts, each to itself.
 struct TextsAttention<'a> {
     kv: &'a mut KvBlocks,
-    /// The numbers of its blocks.
+    /// The indices of all blocks.
     blocks: &'a [u32],
     /// The numbers of tokens of the texts.
     lengths: &'a [usize],
@@ -364,9 +372,10 @@ impl AttendRows for TextsAttention<'_> {
         Qkv { mut queries, mut keys, mut values }: Qkv<'_>,
         mut out: &mut [f32],
     ) {
+        // The memory has one layer, 0, which every layer of the network overwrites.
         let tokens: usize = self.lengths.iter().sum();
         let (query_width, key_width) = (queries.len() / tokens.max(1), keys.len() / tokens.max(1));
-        for lengths in groups(self.lengths, BLOCKS_TOGETHER, |length| length.div_ceil(BLOCK)) {
+        for lengths in groups_of_at_most(self.lengths, BLOCKS_TOGETHER, |length| length.div_ceil(BLOCK)) {
             let spans = spans(lengths, self.blocks);
             let tokens: usize = lengths.iter().sum();
             let first_queries = queries.split_off(..tokens * query_width).unwrap_or_default();
@@ -403,7 +412,7 @@ mod tests {
             };
             let texts: Vec<Vec<u32>> = lengths.enumerate().map(text).collect();
             let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
-            assert!(texts.iter().map(|text| text.len()).sum::<usize>() > 3 * MAX_TOGETHER);
+            assert!(texts.iter().map(|text| text.len()).sum::<usize>() > 3 * GROUP_TOKENS);
             let with_threads = |threads, compute: &(dyn Fn(&mut OnePassDecoder) -> Vec<Vec<f32>> + Sync)| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 pool.install(|| {

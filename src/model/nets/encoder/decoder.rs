@@ -1,5 +1,5 @@
-//! Decoders as networks for texts. Loads them for one pass, and the head that computes scores from the vector of
-//! a text's last token.
+//! Loads decoders as networks for texts, which are computed in one pass, with the head that computes labels or a score
+//! from the vector of a text's last token.
 
 use candle_core::Device;
 
@@ -29,14 +29,14 @@ pub(super) fn load(
     output: &Output,
 ) -> Result<TextNetwork, LoadError> {
     let formats = Formats::of(spec)?;
-    let of_mode = |mode| Pooling { modes: vec![mode], normalize: false };
+    let pooling_by = |mode| Pooling { modes: vec![mode], normalize: false };
     let sentence_head: SentenceHead = match output {
         Output::Pooled(head) => head.clone(),
-        // The comparison with f32 takes the mean.
-        Output::Tokens => of_mode(Mode::Mean).into(),
-        Output::Labels(_) | Output::LogitScore(_) => of_mode(Mode::LastToken).into(),
+        // The comparison with f32 needs a vector of each text. The pooling is dropped after it.
+        Output::Tokens => pooling_by(Mode::Mean).into(),
+        Output::Labels(_) | Output::LogitScore(_) => pooling_by(Mode::LastToken).into(),
         Output::TokenLabels(_) => {
-            let reason = "a decoder labels no tokens here";
+            let reason = "labels of tokens are not supported for decoders";
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
     };

@@ -12,13 +12,15 @@ use crate::model::ops::{Panels, multiply_rows};
 
 type Activation = fn(f32) -> f32;
 
-/// A linear layer, which another one with an activation precedes in some heads, and in ModernBERT a norm.
+/// A linear layer with one output for each label. Some heads have another linear layer with an activation before it,
+/// and ModernBERT's a norm between them.
 pub struct Head {
     dense: Option<(Linear, Activation)>,
     norm: Option<Norm>,
     out: Linear,
-    /// If the labels are tokens: the score is the first one's logit minus that of the second, if there are two.
-    of_logits: Option<DecoderConfig>,
+    /// Set if the outputs are logits of tokens. Then the score is the first logit, minus the second one if there are
+    /// two.
+    logits_of: Option<DecoderConfig>,
 }
 
 /// A norm of rows.
@@ -38,8 +40,8 @@ impl Head {
     /// Reads the head of a network for pooled vectors, for `labels` labels.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming a tensor that is missing or has another shape. A head of T5, which also needs T5's
-    /// decoder, is looked for under BERT's names, and is missing.
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape. T5's head needs
+    /// T5's decoder and is not supported: it is read under BERT's names, which T5's files do not have.
     pub fn load(weights: &Weights, config: &NetworkConfig, labels: usize) -> Result<Self, LoadError> {
         let pooler = format!("{}pooler.dense", weights.prefix());
         let (dense, activation, out): (_, Activation, _) = match config.family {
@@ -78,6 +80,7 @@ impl Head {
         let linear = |name: &str, width: usize| {
             let matrix = weights.values(&format!("{name}.weight"), &[width, hidden])?;
             let bias = match name {
+                // ModernBERT's has no bias.
                 "head.dense" => vec![0.0; width],
                 _ => weights.values(&format!("{name}.bias"), &[width])?,
             };
@@ -86,19 +89,19 @@ impl Head {
         let norm = is_modern.then(|| weights.values("head.norm.weight", &[hidden])).transpose()?;
         let norm = norm.map(|weights| Norm { weights, bias: vec![0.0; hidden], eps: config.eps.into() });
         let dense = dense.map(|(name, activation)| Ok::<_, LoadError>((linear(name, hidden)?, activation)));
-        Ok(Self { dense: dense.transpose()?, norm, out: linear(out, labels)?, of_logits: None })
+        Ok(Self { dense: dense.transpose()?, norm, out: linear(out, labels)?, logits_of: None })
     }
 
     /// The head of a decoder: `rows` are `[labels, hidden]`. There is no bias.
     pub fn of_rows(rows: &[f32], hidden: usize) -> Self {
         let out = Linear { weights: Panels::new(rows, hidden), bias: vec![0.0; rows.len() / hidden] };
-        Self { dense: None, norm: None, out, of_logits: None }
+        Self { dense: None, norm: None, out, logits_of: None }
     }
 
     /// The head that computes the score of a decoder from the logits of one token, or of two. `rows` are those of the
     /// output projection, `[tokens, hidden]`.
     pub fn of_logits(rows: &[f32], config: &DecoderConfig) -> Self {
-        Self { of_logits: Some(config.clone()), ..Self::of_rows(rows, config.hidden) }
+        Self { logits_of: Some(config.clone()), ..Self::of_rows(rows, config.hidden) }
     }
 
     /// The number of labels.
@@ -106,7 +109,8 @@ impl Head {
         self.out.bias.len()
     }
 
-    /// For each vector of `vectors`, which may hold several one after the other, a number for each label.
+    /// Computes a number for each label, or the score, from each row. An item of `vectors` may have several rows, one
+    /// after the other. The result has one item for each row.
     pub fn apply(&self, vectors: &[Vec<f32>]) -> Vec<Vec<f32>> {
         let mut inner = vectors.concat();
         if let Some((dense, activation)) = &self.dense {
@@ -115,16 +119,16 @@ impl Head {
         if let Some(norm) = &self.norm {
             inner.chunks_exact_mut(norm.weights.len()).for_each(|row| norm.apply(row));
         }
-        let mut labels = self.out.apply(&inner, |x| x);
-        let labels = labels.chunks_exact_mut(self.labels());
-        match &self.of_logits {
-            None => labels.map(|row| row.to_vec()).collect(),
+        let mut outputs = self.out.apply(&inner, |x| x);
+        let outputs = outputs.chunks_exact_mut(self.labels());
+        match &self.logits_of {
+            None => outputs.map(|row| row.to_vec()).collect(),
             Some(config) => {
                 let score = |logits: &mut [f32]| {
                     config.finish_logits(logits);
                     logits[0] - logits.get(1).copied().unwrap_or_default()
                 };
-                labels.map(|logits| vec![score(logits)]).collect()
+                outputs.map(|logits| vec![score(logits)]).collect()
             }
         }
     }

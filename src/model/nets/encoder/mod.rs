@@ -39,11 +39,11 @@ pub struct TextNetwork {
     body: Body,
     /// Without pooling, a text's output is the vectors of its tokens, or what the head makes of each.
     pooling: Option<Pooling>,
-    /// They change the pooled vectors, in order.
+    /// The modules after the pooling, in order. They change the pooled vectors.
     modules: Arc<[SentenceModule]>,
     /// Without a head, a text's output is its vector, or the vectors of its tokens.
     head: Option<Head>,
-    /// A token that is not counted at the end of a text whose last token's vector is wanted.
+    /// The padding token, which is skipped at the end of a text if only the last token's vector is wanted.
     padding: Option<u32>,
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::OnGpu>,
@@ -66,7 +66,7 @@ pub enum Output {
     Labels(usize),
     /// For each of its tokens one number for each label, `[tokens, labels]`; the field is the number of labels.
     TokenLabels(usize),
-    /// The score of a decoder: the logit with which one token follows the text, minus that of another one.
+    /// A decoder's score: the logit of one token as the next after the text, minus the logit of another one.
     LogitScore(ScoreTokens),
 }
 
@@ -107,17 +107,17 @@ impl TextNetwork {
         output: &Output,
     ) -> Result<Self, LoadError> {
         let paths = files.weights()?;
-        let of_mode = |mode| Pooling { modes: vec![mode], normalize: false };
+        let pooling_by = |mode| Pooling { modes: vec![mode], normalize: false };
         let head: Option<SentenceHead> = match output {
-            // The comparison with a CPU takes the mean.
-            Output::Tokens => Some(of_mode(Mode::Mean).into()),
+            // The comparison with a CPU needs a vector of each text. The pooling is dropped after it.
+            Output::Tokens => Some(pooling_by(Mode::Mean).into()),
             Output::Pooled(head) => Some(head.clone()),
             Output::Labels(_) => {
-                Some(of_mode(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }).into())
+                Some(pooling_by(if config.head_uses_mean { Mode::Mean } else { Mode::Cls }).into())
             }
             Output::TokenLabels(_) => None,
             Output::LogitScore(_) => {
-                let reason = "an encoder of BERT's family computes no logits of tokens that follow a text";
+                let reason = "an encoder of BERT's family does not predict the token after a text";
                 return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
             }
         };
@@ -173,7 +173,7 @@ impl TextNetwork {
         match body {
             Body::Encoder(encoder) => {
                 let rows = encoder.forward(inputs, lengths)?;
-                // Pooling is on the host.
+                // Pooling runs on the host.
                 let rows = rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
                 let width = encoder.width();
                 let mut remaining = &*rows;
@@ -199,8 +199,9 @@ impl TextNetwork {
 
     /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
-        // An activation may make a finite number of one that is not.
-        let pooled: Vec<_> =
+        // The pooled vectors are checked as well as the outputs: an activation can turn a number that is not finite
+        // into one that is.
+        let checks: Vec<_> =
             vectors.iter().zip(lengths).map(|(it, length)| check_finite(it, *length)).collect();
         let vectors = self.modules.iter().fold(vectors, |vectors, module| module.apply(vectors));
         let outputs = match (&self.head, &self.pooling) {
@@ -211,9 +212,9 @@ impl TextNetwork {
                 lengths.iter().map(|length| rows.by_ref().take(*length).flatten().collect()).collect()
             }
         };
-        let outputs = outputs.into_iter().zip(lengths).zip(pooled);
+        let outputs = outputs.into_iter().zip(lengths).zip(checks);
         outputs
-            .map(|((output, length), pooled)| pooled.and(check_finite(&output, *length)).map(|()| output))
+            .map(|((output, length), check)| check.and(check_finite(&output, *length)).map(|()| output))
             .collect()
     }
 }
@@ -269,8 +270,8 @@ impl Forward for TextNetwork {
     }
 }
 
-/// The last token of a text, or the last that is no padding. If a text is nothing but padding it is the first, as in the
-/// transformers library.
+/// The last token of a text that is not padding. If all tokens are padding, it is the first, as in the transformers
+/// library.
 fn last_token(ids: &[u32], padding: Option<u32>) -> Range<usize> {
     let last = match padding {
         Some(padding) => ids.iter().rposition(|id| *id != padding).unwrap_or_default(),

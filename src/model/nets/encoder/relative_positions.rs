@@ -1,6 +1,6 @@
-//! DeBERTa's relative positions: which of the vectors of relative positions a distance gets, and these vectors as each
-//! layer projects them. They depend on the weights alone, and are computed when the model is loaded, on the host. Owns
-//! the vectors before their projections.
+//! DeBERTa's relative positions. Decides which vector of relative positions belongs to each distance, and projects
+//! these vectors for each layer. Both depend on the weights alone, so they are computed on the host when the model is
+//! loaded. Owns the vectors before their projections.
 
 use std::sync::Arc;
 
@@ -19,6 +19,7 @@ pub struct RelativeReader<'a> {
     score_terms: usize,
     /// The vectors before their projections, `[2·span, hidden]`, packed as the right matrix of a product.
     vectors: Panels,
+    /// The index of the vector of each distance, from -(`max_tokens` - 1) on.
     by_distance: Arc<[u32]>,
 }
 
@@ -43,7 +44,7 @@ impl<'a> RelativeReader<'a> {
             vectors = normed;
         }
         let last = config.max_tokens() as i64 - 1;
-        let by_distance = (-last..=last).map(|distance| vector_of(relative, distance)).collect();
+        let by_distance = (-last..=last).map(|distance| index_of(relative, distance)).collect();
         let vectors = Panels::new(&vectors, hidden);
         Ok(Some(Self { weights, config, relative, score_terms, vectors, by_distance }))
     }
@@ -59,8 +60,8 @@ impl<'a> RelativeReader<'a> {
             let name = format!("{}encoder.layer.{index}.attention.self.{name}", self.weights.prefix());
             self.weights.values(&name, shape)
         };
-        // The transposed product of the vectors and a projection, without its bias: `[hidden, 2·span]`. Vectors that do not
-        // enter the scores are zeros.
+        // The transposed product of the vectors and a projection, without its bias: `[hidden, 2·span]`. Vectors that
+        // the model does not use are zeros.
         let projected = |is_used: bool, name: &str| {
             let mut rows = vec![0.0; hidden * vectors.width()];
             if is_used {
@@ -73,7 +74,8 @@ impl<'a> RelativeReader<'a> {
             true => ["key_proj", "query_proj"],
             false => ["pos_key_proj", "pos_query_proj"],
         };
-        // The bias of position keys would add the same number to all scores of a query.
+        // The bias of position keys is not read: it adds the same number to all scores of a query, so softmax removes
+        // it.
         let position_keys = projected(relative.has_keys, key)?;
         let mut position_queries = projected(relative.has_queries, query)?;
         if relative.has_queries {
@@ -88,8 +90,8 @@ impl<'a> RelativeReader<'a> {
     }
 }
 
-/// The vector of a distance, which is the key's position minus the query's.
-fn vector_of(relative: RelativePositions, distance: i64) -> u32 {
+/// The index of the vector of a distance, which is the key's position minus the query's.
+fn index_of(relative: RelativePositions, distance: i64) -> u32 {
     let span = relative.span as i64;
     let size = match relative.farthest {
         None => distance.abs(),

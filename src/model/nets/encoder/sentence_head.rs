@@ -1,6 +1,6 @@
-//! What makes a text's vector of the vectors of its tokens in a model of sentence-transformers: pooling, and the modules
-//! after it. The modules run on the host in f32, since they take a thousandth of the network's time. Owns their weights.
-//! Does not know the files in which that library describes them.
+//! Makes a text's vector from the vectors of its tokens, as models of sentence-transformers do: by pooling, and by the
+//! modules after it. The modules run on the host in f32, since they take a thousandth of the network's time. Owns their
+//! weights. Does not know the files in which that library describes them.
 
 use std::sync::Arc;
 
@@ -13,15 +13,16 @@ use crate::model::load::weights::{self, Precision, Weights};
 use crate::model::ops::Panels;
 use crate::model::ops::pooling::{Pooling, normalize};
 
-/// The epsilon of PyTorch's `LayerNorm`, which the module's settings do not have.
+/// The default epsilon of PyTorch's `LayerNorm`. The module's settings do not contain it.
 const NORM_EPS: f64 = 1e-5;
 
 /// Pooling, and the modules after it, in order.
 #[derive(Clone)]
 pub struct SentenceHead {
-    /// How the vectors of tokens become one vector. It normalises the vector if that is what the first module does.
+    /// How the vectors of tokens become one vector. If the first module after it is Normalize, the pooling does that,
+    /// and the module is not in `modules`.
     pub pooling: Pooling,
-    /// The modules after it.
+    /// The modules after the pooling, in order.
     pub modules: Arc<[SentenceModule]>,
 }
 
@@ -51,7 +52,7 @@ impl SentenceHead {
 pub enum SentenceModule {
     /// A linear layer with an activation.
     Dense(Dense),
-    /// Sets the mean and the variance of the vector's numbers.
+    /// A layer norm.
     LayerNorm(LayerNorm),
     /// Scales the vector to length 1.
     Normalize,
@@ -63,12 +64,12 @@ pub struct Dense {
     activation: fn(f32) -> f32,
 }
 
-/// A norm with a scale and a bias for each number.
+/// A layer norm with a scale and a bias for each number.
 pub struct LayerNorm(Norm);
 
 impl SentenceModule {
-    /// Reads a `Dense` of `depth` numbers in and `width` numbers out. `stem` is the beginning of the names of its weights'
-    /// files, with the module's folder.
+    /// Reads a `Dense` of `depth` numbers in and `width` numbers out. `stem` is the module's folder and the beginning
+    /// of the names of its weights' files.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the file or tensor that is missing or has another shape, [`LoadError::Hub`] if the hub
@@ -106,7 +107,7 @@ impl SentenceModule {
         }
     }
 
-    /// Computes the module's vectors from those of the one before it. All have one width.
+    /// Computes the module's vectors from those of the module before it. All vectors have the same width.
     pub(super) fn apply(&self, mut vectors: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
         match self {
             Self::Dense(Dense { linear, activation }) => {
@@ -120,7 +121,7 @@ impl SentenceModule {
     }
 }
 
-/// The activation that PyTorch has under this name of a class, without arguments. None if it is not computed here.
+/// The activation of PyTorch's class `name` with its default arguments. None if it is not supported.
 pub fn activation(name: &str) -> Option<fn(f32) -> f32> {
     Some(match name {
         "Identity" => |x| x,
@@ -134,7 +135,7 @@ pub fn activation(name: &str) -> Option<fn(f32) -> f32> {
     })
 }
 
-/// The names for [`activation`].
+/// The names that [`activation`] supports, for errors.
 pub const ACTIVATIONS: &str = "Identity, Tanh, GELU, ReLU, Sigmoid and SiLU";
 
 fn sigmoid(x: f32) -> f32 {

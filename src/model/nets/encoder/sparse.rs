@@ -1,7 +1,7 @@
-//! Sparse vectors of SPLADE: the head of `…ForMaskedLM` computes a logit for each token of a text and each one of the
-//! vocabulary, and over the text's tokens they are pooled into one number for each token of the vocabulary. Decides the
-//! names of the head's tensors, and which numbers of a vector are kept. The network runs on its device, the head on the
-//! host in f32. Owns the head's weights.
+//! Sparse vectors of SPLADE. The head of `…ForMaskedLM` computes a logit for each token of a text and each token of the
+//! vocabulary. Pooling over the text's tokens leaves one number for each token of the vocabulary. Decides the names of
+//! the head's tensors, and which numbers of a vector are kept. The network runs on its device, the head on the host in
+//! f32. Owns the head's weights.
 //!
 //! The logits of a whole text never exist at once: they would take 60 MB for 512 tokens and BERT's vocabulary. They are
 //! computed and pooled in tiles, and only the numbers that are not 0 leave this file.
@@ -19,15 +19,15 @@ use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{Activation, Panels, activate, in_parallel, layer_norm, multiply_rows};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind};
 
-/// Columns of the vocabulary in a tile of logits: their weights fit into a core's cache.
+/// Tokens of the vocabulary in a tile of logits: their weights fit into a core's cache.
 const TILE_COLUMNS: usize = 1_024;
-/// Tokens in a tile of logits, which takes 256 KiB.
+/// Tokens of a text in a tile of logits, which takes 256 KiB.
 const TILE_ROWS: usize = 64;
 /// Texts whose vectors are pooled together. Each takes four bytes for each token of the vocabulary until its numbers are
 /// chosen. More texts together read the weights less often.
-const TEXTS: usize = 16;
-/// The most numbers in all vectors of a task. In a reply each takes at most 40 bytes, so that the reply has less than 16
-/// MiB, which RabbitMQ 4 takes by default.
+const TEXTS_TOGETHER: usize = 16;
+/// The most numbers in all vectors of a task. Each takes at most 40 bytes of the reply, so the reply has less than 16
+/// MiB, the largest message that RabbitMQ 4 accepts by default.
 const MAX_NUMBERS: usize = 400_000;
 
 /// How the logits of a text's tokens become one number for each token of the vocabulary.
@@ -40,20 +40,20 @@ pub struct SparsePooling {
 }
 
 impl SparsePooling {
-    /// The number of a logit. It is not NaN unless the logit is.
-    fn number(self, logit: f32) -> f32 {
+    /// Applies the activation to a logit. The result is not NaN unless the logit is.
+    fn activate(self, logit: f32) -> f32 {
         if logit <= 0.0 { 0.0 } else { (0..self.logarithms).fold(logit, |x, _| x.ln_1p()) }
     }
 }
 
-/// Which numbers of its vectors a task keeps, and how many its vectors have together.
+/// Which numbers of its vectors a task keeps. It also counts the numbers that its vectors have together.
 #[derive(Debug, Default)]
 pub struct Selection {
     /// The most numbers of a vector: the largest are kept, and of equal ones the first.
     pub top_k: Option<usize>,
     /// The smallest number that is kept.
     pub threshold: f32,
-    /// The numbers in the vectors of the task that exist now.
+    /// The count of numbers in the task's vectors that exist now.
     held: AtomicUsize,
 }
 
@@ -63,15 +63,15 @@ impl Selection {
         Self { top_k, threshold, held: AtomicUsize::new(0) }
     }
 
-    /// The numbers in the vectors of the task that exist now.
+    /// The count of numbers in the task's vectors that exist now.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// The vector with these numbers, one for each token of the vocabulary.
+    /// Makes a vector of the numbers that are kept. `numbers` has one for each token of the vocabulary.
     ///
     /// # Errors
-    /// `Internal` if one is not finite, `TooLarge` if the task's vectors have too many together.
+    /// `Internal` if a number is not finite, `TooLarge` if the task's vectors have too many numbers together.
     fn vector(self: &Arc<Self>, numbers: impl Iterator<Item = f32>) -> Result<SparseVector, TaskError> {
         let mut pairs: Vec<(u32, f32)> = Vec::new();
         for (index, number) in numbers.enumerate() {
@@ -106,7 +106,7 @@ impl Selection {
 pub struct SparseInput {
     /// The text.
     pub tokens: Tokens,
-    /// That of its task.
+    /// The selection of its task.
     pub selection: Arc<Selection>,
 }
 
@@ -126,7 +126,7 @@ impl SparseVector {
 }
 
 impl Drop for SparseVector {
-    /// A batch may be computed again, so that what its task holds must not count twice.
+    /// A batch may be computed again. Vectors that are gone must not count then.
     fn drop(&mut self) {
         self.selection.held.fetch_sub(self.pairs.len(), Ordering::Relaxed);
     }
@@ -137,46 +137,47 @@ struct Names {
     dense: &'static str,
     activation: Activation,
     norm: &'static str,
-    decoder: &'static str,
+    /// The linear layer to the vocabulary, which the reference library calls a decoder.
+    projection: &'static str,
     bias: &'static str,
 }
 
-/// None for an architecture whose head is not served.
+/// The names for a network's architecture. None if its head is not supported.
 fn names(config: &NetworkConfig) -> Option<Names> {
     Some(match config.family {
         Family::Bert => Names {
             dense: "cls.predictions.transform.dense",
             activation: config.activation,
             norm: "cls.predictions.transform.LayerNorm",
-            decoder: "cls.predictions.decoder",
+            projection: "cls.predictions.decoder",
             bias: "cls.predictions.bias",
         },
         Family::DistilBert => Names {
             dense: "vocab_transform",
             activation: config.activation,
             norm: "vocab_layer_norm",
-            decoder: "vocab_projector",
+            projection: "vocab_projector",
             bias: "vocab_projector.bias",
         },
         Family::Roberta | Family::MpNet => Names {
             dense: "lm_head.dense",
             activation: Activation::Gelu,
             norm: "lm_head.layer_norm",
-            decoder: "lm_head.decoder",
+            projection: "lm_head.decoder",
             bias: "lm_head.bias",
         },
         Family::ModernBert => Names {
             dense: "head.dense",
             activation: Activation::Gelu,
             norm: "head.norm",
-            decoder: "decoder",
+            projection: "decoder",
             bias: "decoder.bias",
         },
         Family::Nomic | Family::Electra | Family::Deberta | Family::T5 => return None,
     })
 }
 
-/// Whether the head for masked tokens of this architecture is served.
+/// Whether the head for masked tokens of this architecture is supported.
 pub fn has_head(config: &NetworkConfig) -> bool {
     names(config).is_some()
 }
@@ -189,18 +190,19 @@ struct MaskedHead {
     norm: Vec<f32>,
     norm_shift: Vec<f32>,
     eps: f32,
-    /// The vocabulary in blocks of [`TILE_COLUMNS`] tokens; the last may have fewer.
-    decoder: Vec<VocabularyBlock>,
+    /// The linear layer to the vocabulary in blocks of [`TILE_COLUMNS`] tokens; the last may have fewer.
+    projection: Vec<VocabularyBlock>,
 }
 
-/// Some tokens of the vocabulary.
+/// The part of the linear layer for some tokens of the vocabulary.
 struct VocabularyBlock {
     weights: Panels,
     bias: Vec<f32>,
 }
 
 impl MaskedHead {
-    /// Reads the head. The decoder's matrix is that of the token embeddings, unless the files have one of its own.
+    /// Reads the head. The projection's matrix is that of the token embeddings, unless it has one of its own in the
+    /// files. Without `is_tied` it must have its own.
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
@@ -216,15 +218,17 @@ impl MaskedHead {
             Family::ModernBert => Ok(vec![0.0; hidden]),
             _ => weights.values(&format!("{name}.bias"), &[hidden]),
         };
-        let own = of_weight(names.decoder);
-        let matrix = if weights.has(&own) || !is_tied {
-            own
+        let own_matrix = of_weight(names.projection);
+        let matrix = if weights.has(&own_matrix) || !is_tied {
+            own_matrix
         } else {
             format!("{}{}", weights.prefix(), family.token_embeddings())
         };
-        // Only the decoder's own bias is used. Most files have it by another name, since it is the same.
-        let own = format!("{}.bias", names.decoder);
-        let bias = weights.values(if weights.has(&own) { &own } else { names.bias }, &[vocabulary])?;
+        // The bias has two names in the reference library, which mean one tensor. Most files have only the second. If
+        // they differ, that library uses the first.
+        let own_bias = format!("{}.bias", names.projection);
+        let bias =
+            weights.values(if weights.has(&own_bias) { &own_bias } else { names.bias }, &[vocabulary])?;
         let matrix = weights.values(&matrix, &[vocabulary, hidden])?;
         let blocks = matrix.chunks(TILE_COLUMNS * hidden).zip(bias.chunks(TILE_COLUMNS));
         let block = |(columns, bias): (&[f32], &[f32])| VocabularyBlock {
@@ -238,7 +242,7 @@ impl MaskedHead {
             norm: weights.values(&of_weight(names.norm), &[hidden])?,
             norm_shift: bias_of(names.norm)?,
             eps,
-            decoder: blocks.map(block).collect(),
+            projection: blocks.map(block).collect(),
         })
     }
 
@@ -253,12 +257,12 @@ impl MaskedHead {
         normed
     }
 
-    /// The pooled numbers of texts, given the network's vectors `[tokens, hidden]` of each: for each block of the
-    /// vocabulary [`TILE_COLUMNS`] numbers for each text. Numbers after the vocabulary are 0.
+    /// Pools the logits of texts, given the network's vectors `[tokens, hidden]` of each. The result is
+    /// `[blocks, texts, TILE_COLUMNS]`; numbers after the end of the vocabulary are 0.
     fn pooled(&self, texts: &[&[f32]], pooling: SparsePooling) -> Vec<f32> {
         let texts: Vec<Vec<f32>> = texts.iter().map(|rows| self.transformed(rows)).collect();
-        let mut pooled = vec![0.0; self.decoder.len() * texts.len() * TILE_COLUMNS];
-        let blocks = self.decoder.iter().zip(pooled.chunks_exact_mut(texts.len() * TILE_COLUMNS));
+        let mut pooled = vec![0.0; self.projection.len() * texts.len() * TILE_COLUMNS];
+        let blocks = self.projection.iter().zip(pooled.chunks_exact_mut(texts.len() * TILE_COLUMNS));
         in_parallel(blocks, |(block, pooled)| {
             let mut logits = vec![0.0; TILE_ROWS * TILE_COLUMNS];
             for (rows, pooled) in texts.iter().zip(pooled.chunks_exact_mut(TILE_COLUMNS)) {
@@ -270,7 +274,8 @@ impl MaskedHead {
 }
 
 impl VocabularyBlock {
-    /// Pools the logits of a text's tokens `rows` `[tokens, hidden]` into `pooled`, which is 0. `logits` is overwritten.
+    /// Pools the logits of a text's tokens `rows` `[tokens, hidden]` into `pooled`, which holds zeros. `logits` is
+    /// memory that is overwritten.
     fn pool(&self, rows: &[f32], pooling: SparsePooling, logits: &mut [f32], pooled: &mut [f32]) {
         let width = self.bias.len();
         for rows in rows.chunks(TILE_ROWS * self.weights.depth()) {
@@ -280,7 +285,7 @@ impl VocabularyBlock {
                 let logits = row.iter().zip(&self.bias).map(|(x, bias)| x + bias);
                 let all = pooled.iter_mut().zip(logits);
                 if pooling.sums {
-                    all.for_each(|(sum, logit)| *sum += pooling.number(logit));
+                    all.for_each(|(sum, logit)| *sum += pooling.activate(logit));
                 } else {
                     // `f32::max` would drop NaN.
                     all.for_each(|(largest, logit)| {
@@ -292,7 +297,7 @@ impl VocabularyBlock {
             }
         }
         if !pooling.sums {
-            pooled.iter_mut().for_each(|number| *number = pooling.number(*number));
+            pooled.iter_mut().for_each(|number| *number = pooling.activate(*number));
         }
     }
 }
@@ -306,7 +311,7 @@ pub struct SparseNetwork {
 
 impl SparseNetwork {
     /// Loads the network onto its device, and compares its results with those of a CPU, as [`TextNetwork::load`] does.
-    /// Without `is_tied`, the decoder must have a matrix of its own.
+    /// Without `is_tied`, the head must have a matrix of its own for the vocabulary.
     ///
     /// # Errors
     /// As [`TextNetwork::load`].
@@ -316,11 +321,12 @@ impl SparseNetwork {
         files: &ModelFiles,
         config: &NetworkConfig,
         tokenizer: &TextTokenizer,
-        (pooling, is_tied): (SparsePooling, bool),
+        pooling: SparsePooling,
+        is_tied: bool,
     ) -> Result<Self, LoadError> {
         let names = names(config).ok_or_else(|| LoadError::Unsupported {
             model: spec.source.clone(),
-            reason: "the head for masked tokens of this architecture is not served".to_owned(),
+            reason: "the head for masked tokens of this architecture is not supported".to_owned(),
         })?;
         let tokens = TextNetwork::load_encoder(spec, device, files, config, tokenizer, &Output::Tokens)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
@@ -331,7 +337,7 @@ impl SparseNetwork {
     /// The vectors of texts, given the network's vectors of the tokens of each.
     fn vectors(&self, inputs: &[&SparseInput], rows: &[&[f32]]) -> Vec<Result<SparseVector, TaskError>> {
         let mut vectors = Vec::with_capacity(inputs.len());
-        for (inputs, rows) in inputs.chunks(TEXTS).zip(rows.chunks(TEXTS)) {
+        for (inputs, rows) in inputs.chunks(TEXTS_TOGETHER).zip(rows.chunks(TEXTS_TOGETHER)) {
             let pooled = self.head.pooled(rows, self.pooling);
             for (index, input) in inputs.iter().enumerate() {
                 let tiles = pooled.chunks_exact(TILE_COLUMNS).skip(index).step_by(inputs.len());

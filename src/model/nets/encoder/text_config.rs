@@ -1,5 +1,5 @@
-//! What a network for texts is described by: the configuration of an encoder, or that of a decoder. Decides by
-//! `model_type` which of them a model's `config.json` is.
+//! The configuration of a network for texts, which is an encoder or a decoder. Decides by `model_type` which of them a
+//! model's `config.json` describes.
 
 use serde::Deserialize;
 
@@ -26,16 +26,16 @@ pub const NAMES: [&str; Family::NAMES.len() + CONFIG_ARCHITECTURES.len()] = {
     names
 };
 
-/// The largest number of tokens of a text that a decoder gets, whatever its `max_position_embeddings`. The time of
+/// The maximum number of tokens of a text for a decoder, even if its `max_position_embeddings` is larger. The time of
 /// attention is proportional to the square of this number.
 pub const MAX_DECODER_TOKENS: usize = 1 << 17;
 
-/// The description of a network for texts.
+/// The configuration of a network for texts.
 #[derive(Clone, Debug)]
 pub enum TextConfig {
-    /// Of an encoder of BERT's family.
+    /// An encoder of BERT's family.
     Encoder(NetworkConfig),
-    /// Of a decoder, which computes texts in one pass.
+    /// A decoder, which computes texts in one pass.
     Decoder(DecoderConfig),
 }
 
@@ -74,7 +74,7 @@ impl TextConfig {
         }
     }
 
-    /// The largest number of tokens of a text.
+    /// The maximum number of tokens of a text.
     pub fn max_tokens(&self) -> usize {
         match self {
             Self::Encoder(config) => config.max_tokens(),

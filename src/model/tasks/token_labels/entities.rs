@@ -1,4 +1,4 @@
-//! Makes entities of the probabilities of tokens' labels, as the pipeline `token-classification` of the transformers
+//! Makes entities from the probabilities of tokens' labels, as the pipeline `token-classification` of the transformers
 //! library does. Decides the label of a word, which neighbours are one entity, and which of two overlapping entities of
 //! a text is kept. Pure.
 
@@ -6,14 +6,14 @@ use std::ops::Range;
 
 use crate::protocol::token_labels::Strategy;
 
-/// A token of a text, as it was sent, without the special tokens that are added.
+/// A token of a text, but none of the special tokens that the tokenizer adds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// Its index in its window, where special tokens count.
+    /// Its index among all tokens of its window, special ones included.
     pub index: usize,
     /// Its id.
     pub id: u32,
-    /// The characters of the text, `[start, end]`.
+    /// Its characters in the text as it was sent, `[start, end]`.
     pub span: [u32; 2],
     /// Whether it continues the word of the token before.
     pub continues_word: bool,
@@ -32,7 +32,7 @@ pub struct Labelled {
 
 /// An entity, or a token by itself.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Found<'a> {
+pub struct FoundEntity<'a> {
     /// Its kind; for a token by itself its label.
     pub name: &'a str,
     /// The mean of the probabilities of its parts.
@@ -41,7 +41,7 @@ pub struct Found<'a> {
     pub window: usize,
     /// Its parts among the labelled tokens or words of its window.
     pub parts: Range<usize>,
-    /// The characters of the text, `[start, end]`.
+    /// Its characters in the text as it was sent, `[start, end]`.
     pub span: [u32; 2],
 }
 
@@ -50,8 +50,8 @@ pub fn is_by_word(strategy: Strategy) -> bool {
     matches!(strategy, Strategy::First | Strategy::Average | Strategy::Max)
 }
 
-/// The labels of tokens or, by some strategies, of words. `row` has the probabilities of a token's labels.
-pub fn labelled<'r>(
+/// Labels each token or, by some strategies, each word. `row` returns the probabilities of a token's labels.
+pub fn label_parts<'r>(
     tokens: &[Token],
     strategy: Strategy,
     row: impl Fn(&Token) -> &'r [f32],
@@ -105,14 +105,14 @@ pub fn entities<'a>(
     names: &'a [String],
     strategy: Strategy,
     ignored: &[String],
-) -> Vec<Found<'a>> {
+) -> Vec<FoundEntity<'a>> {
     let mut found = Vec::new();
     let mut first = 0;
     while first < labelled.len() {
         let label = names[labelled[first].label].as_str();
         let continues = |part: &&Labelled| {
-            let (begins, kind) = kind_of_token(&names[part.label]);
-            !begins && kind == kind_of_token(label).1
+            let (begins, kind) = split_label(&names[part.label]);
+            !begins && kind == split_label(label).1
         };
         let (name, more) = match strategy {
             Strategy::None => (label, 0),
@@ -125,20 +125,20 @@ pub fn entities<'a>(
         }
         let group = &labelled[parts.clone()];
         let sum: f64 = group.iter().map(|part| f64::from(part.score)).sum();
-        let (from, to) = (group[0].tokens.start, group[group.len() - 1].tokens.end - 1);
-        found.push(Found {
+        let (first_token, last_token) = (group[0].tokens.start, group[group.len() - 1].tokens.end - 1);
+        found.push(FoundEntity {
             name,
             score: (sum / group.len() as f64) as f32,
             window,
             parts,
-            span: [tokens[from].span[0], tokens[to].span[1]],
+            span: [tokens[first_token].span[0], tokens[last_token].span[1]],
         });
     }
     found
 }
 
-/// Whether a label begins a new entity of its kind, and the kind.
-fn kind_of_token(label: &str) -> (bool, &str) {
+/// Splits a label such as `B-PER` into whether it begins a new entity, and the kind of entity.
+fn split_label(label: &str) -> (bool, &str) {
     match label.strip_prefix("B-") {
         Some(kind) => (true, kind),
         None => (false, label.strip_prefix("I-").unwrap_or(label)),
@@ -150,16 +150,17 @@ fn kind_of_group(label: &str) -> &str {
     label.split_once('-').map_or(label, |(_, kind)| kind)
 }
 
-/// The entities of all windows of a text by their starts. Of overlapping ones the longest is kept, of equally long ones that
-/// with the highest score. If the first has no characters it comes twice, as in the library.
-pub fn without_overlaps(mut found: Vec<Found<'_>>) -> Vec<Found<'_>> {
+/// The entities of all windows of a text, sorted by their starts. Of entities that overlap, the longest is kept; of
+/// equally long ones, the one with the highest score. If the first entity has no characters it comes twice, as in the
+/// library.
+pub fn without_overlaps(mut found: Vec<FoundEntity<'_>>) -> Vec<FoundEntity<'_>> {
     found.sort_by_key(|entity| entity.span[0]);
-    let mut kept: Vec<Found<'_>> = Vec::new();
-    let mut previous: Option<Found<'_>> = found.first().cloned();
+    let mut kept: Vec<FoundEntity<'_>> = Vec::new();
+    let mut previous: Option<FoundEntity<'_>> = found.first().cloned();
     for entity in found {
         let Some(before) = &previous else { break };
         if (before.span[0]..before.span[1]).contains(&entity.span[0]) {
-            let length = |entity: &Found<'_>| entity.span[1] - entity.span[0];
+            let length = |entity: &FoundEntity<'_>| entity.span[1] - entity.span[0];
             let order = length(&entity).cmp(&length(before)).then(entity.score.total_cmp(&before.score));
             if order.is_gt() {
                 previous = Some(entity);
@@ -202,7 +203,7 @@ mod tests {
         let tokens = tokens(&[false, true, true, false]);
         let rows = [[0.4, 0.3, 0.3], [0.1, 0.0, 0.9], [0.0, 0.95, 0.05], [0.5, 0.5, 0.0]];
         let words = |strategy| {
-            let words = labelled(&tokens, strategy, |token| &rows[token.index]);
+            let words = label_parts(&tokens, strategy, |token| &rows[token.index]);
             assert_eq!(words.iter().map(|word| word.tokens.clone()).collect::<Vec<_>>(), [0..3, 3..4]);
             assert_eq!((words[1].label, words[1].score), (0, 0.5), "of equal ones the first");
             (words[0].label, (words[0].score * 1e4).round() / 1e4)
@@ -210,7 +211,7 @@ mod tests {
         assert_eq!(words(Strategy::First), (0, 0.4));
         assert_eq!(words(Strategy::Max), (1, 0.95));
         assert_eq!(words(Strategy::Average), (1, 0.4167));
-        assert_eq!(labelled(&tokens, Strategy::Simple, |token| &rows[token.index]).len(), 4);
+        assert_eq!(label_parts(&tokens, Strategy::Simple, |token| &rows[token.index]).len(), 4);
     }
 
     #[test]
@@ -241,8 +242,8 @@ mod tests {
 
     #[test]
     fn of_overlapping_entities_the_longest_then_the_likeliest_is_kept() {
-        let entity = |span: [u32; 2], score| Found { name: "PER", score, window: 0, parts: 0..1, span };
-        let kept = |all: &[Found<'static>]| -> Vec<_> {
+        let entity = |span: [u32; 2], score| FoundEntity { name: "PER", score, window: 0, parts: 0..1, span };
+        let kept = |all: &[FoundEntity<'static>]| -> Vec<_> {
             without_overlaps(all.to_vec()).iter().map(|it| (it.span, it.score)).collect()
         };
         let found = [entity([0, 4], 0.5), entity([6, 9], 0.9), entity([2, 8], 0.3), entity([6, 9], 0.8)];
@@ -261,7 +262,7 @@ mod tests {
             let names = names();
             let tokens = tokens(&rows.iter().map(|(_, continues)| *continues).collect::<Vec<_>>());
             for strategy in STRATEGIES {
-                let parts = labelled(&tokens, strategy, |token| &rows[token.index].0);
+                let parts = label_parts(&tokens, strategy, |token| &rows[token.index].0);
                 let of_tokens: Vec<usize> = parts.iter().flat_map(|part| part.tokens.clone()).collect();
                 prop_assert_eq!(of_tokens, (0..tokens.len()).collect::<Vec<_>>());
                 for part in &parts {
@@ -277,7 +278,7 @@ mod tests {
                     prop_assert!(later.iter().all(|part| !names[part.label].starts_with("B-")));
                     prop_assert!(strategy != Strategy::None || later.is_empty());
                 }
-                let shown: Vec<&Found<'_>> = found.iter().filter(|it| it.name != "O" && it.name != "PER").collect();
+                let shown: Vec<_> = found.iter().filter(|it| it.name != "O" && it.name != "PER").collect();
                 let ignored = ["O", "PER"].map(str::to_owned);
                 let rest = entities(0, &tokens, &parts, &names, strategy, &ignored);
                 prop_assert_eq!(rest.iter().collect::<Vec<_>>(), shown);

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-use self::entities::{Found, Labelled, Token, is_by_word, labelled, without_overlaps};
+use self::entities::{FoundEntity, Labelled, Token, is_by_word, label_parts, without_overlaps};
 use super::labels::{Labels, assumptions, softmax};
 use super::names::ServedNames;
 use super::{
@@ -76,7 +76,7 @@ pub static FAMILY: Family = Family {
 fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadError> {
     let names = Labels::read(files, &spec.source)?.names;
     if names.is_empty() || names.len() > MAX_LABELS {
-        let reason = format!("it has {} labels; from 1 to {MAX_LABELS} are read", names.len());
+        let reason = format!("it has {} labels; from 1 to {MAX_LABELS} are supported", names.len());
         return Err(LoadError::File { path: files.required("config.json")?, reason });
     }
     Ok(names)
@@ -95,7 +95,7 @@ enum SpecialToken {
     Object { content: String },
 }
 
-/// The id of the token for unknown words: that which the model's files name, else the usual one of BERT or RoBERTa.
+/// The id of the token for unknown words: the one that the model's files name, else the usual one of BERT or RoBERTa.
 fn unknown_id(files: &ModelFiles, tokenizer: &TextTokenizer) -> Result<Option<u32>, LoadError> {
     let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
     Ok(match config.unk_token {
@@ -146,7 +146,7 @@ pub struct TokenLabelContext {
 /// A text, as far as it was read.
 #[derive(Default)]
 struct Text {
-    characters: String,
+    content: String,
     /// The tokens of each window.
     windows: Vec<Vec<Token>>,
 }
@@ -180,8 +180,8 @@ impl Preparation {
                 "the texts have more than {max_inputs} windows together, which this pool takes at most (max_inputs)"
             )));
         }
-        let tokens: usize = windows.iter().map(|window| window.tokens.ids.len()).sum();
-        let numbers = tokens.saturating_mul(labels);
+        let count: usize = windows.iter().map(|window| window.tokens.ids.len()).sum();
+        let numbers = count.saturating_mul(labels);
         if self.numbers.fetch_add(numbers, Ordering::Relaxed).saturating_add(numbers) > MAX_NUMBERS {
             let most = MAX_NUMBERS / labels;
             return Err(too_large(format!(
@@ -190,21 +190,23 @@ impl Preparation {
         }
         let spans = windows.iter().flat_map(|window| window.spans.iter().flatten());
         let end = spans.map(|span| span[1] as usize).max().unwrap_or(0);
-        // A token without characters may be followed by a space.
+        // `tokens` also reads the character at the start of a token, which a token without characters does not contain.
         let characters: Vec<char> = text.chars().take(end + 1).collect();
         let tokens = windows.iter().map(|window| self.tokens(window, &characters)).collect();
         // What was cut off is not kept.
-        if let Some((end, _)) = text.char_indices().nth(end) {
-            text.truncate(end);
+        if let Some((end_byte, _)) = text.char_indices().nth(end) {
+            text.truncate(end_byte);
             text.shrink_to_fit();
         }
-        self.texts.lock()[index] = Text { characters: text, windows: tokens };
+        self.texts.lock()[index] = Text { content: text, windows: tokens };
         let (truncate, max_tokens) = (self.request.truncate, self.tokenizer.max_tokens());
         let inputs = windows.into_iter().map(|window| text_input(window.tokens, truncate, path, max_tokens));
         inputs.collect()
     }
 
-    /// The tokens of a window, except for added special ones.
+    /// The tokens of a window, except for added special ones. Words are found as the library finds them: a token
+    /// continues a word if the vocabulary has it with a prefix such as `##`. In a vocabulary without such a prefix,
+    /// words begin at spaces.
     fn tokens(&self, window: &Window, characters: &[char]) -> Vec<Token> {
         let is_by_word = is_by_word(self.request.strategy);
         let has_prefix = self.tokenizer.has_prefix_of_continuations();
@@ -307,11 +309,11 @@ impl TokenLabelProcessor {
         writer: &mut EntityWriter,
     ) -> Result<(), TaskError> {
         let (strategy, width) = (context.strategy, self.labels.len());
-        let mut found: Vec<Found<'_>> = Vec::new();
+        let mut found: Vec<FoundEntity<'_>> = Vec::new();
         let mut parts: Vec<Vec<Labelled>> = Vec::with_capacity(text.windows.len());
         for (window, (tokens, mut numbers)) in text.windows.iter().zip(outputs).enumerate() {
             numbers.chunks_exact_mut(width).for_each(softmax);
-            let labelled = labelled(tokens, strategy, |token| &numbers[token.index * width..][..width]);
+            let labelled = label_parts(tokens, strategy, |token| &numbers[token.index * width..][..width]);
             let (names, ignored) = (&self.labels, &context.ignored);
             found.extend(entities::entities(window, tokens, &labelled, names, strategy, ignored));
             parts.push(labelled);
@@ -319,16 +321,16 @@ impl TokenLabelProcessor {
         if text.windows.len() > 1 {
             found = without_overlaps(found);
         }
-        let characters: Vec<char> = text.characters.chars().collect();
-        for Found { name, score, window, parts: range, span: [start, end] } in found {
+        let characters: Vec<char> = text.content.chars().collect();
+        for FoundEntity { name, score, window, parts: part_range, span: [start, end] } in found {
             let tokens = &text.windows[window];
-            let labelled = &parts[window][range];
-            let is_alone = strategy == Strategy::None;
+            let labelled = &parts[window][part_range];
+            let is_token = strategy == Strategy::None;
             writer.push(&Entity {
-                entity_group: (!is_alone).then_some(name),
-                entity: is_alone.then_some(name),
+                entity_group: (!is_token).then_some(name),
+                entity: is_token.then_some(name),
                 score,
-                index: is_alone.then(|| tokens[labelled[0].tokens.start].index),
+                index: is_token.then(|| tokens[labelled[0].tokens.start].index),
                 word: self.word(strategy, tokens, labelled, &characters)?,
                 start,
                 end,
@@ -337,8 +339,8 @@ impl TokenLabelProcessor {
         Ok(())
     }
 
-    /// The text that the tokenizer makes of the tokens of an entity. Words are made first, and joined like tokens, as the
-    /// library does.
+    /// The text that the tokenizer makes of an entity's tokens. If words have the labels, the tokens of each word are
+    /// joined first, and then the words, as in the library.
     fn word(
         &self,
         strategy: Strategy,
