@@ -49,7 +49,8 @@ impl Head {
             Family::Bert | Family::Nomic | Family::T5 => (pooler.as_str(), f32::tanh, "classifier"),
             Family::Roberta | Family::MpNet => ("classifier.dense", f32::tanh, "classifier.out_proj"),
             Family::Electra => ("classifier.dense", gelu, "classifier.out_proj"),
-            Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
+            // `f32::max` would drop NaN.
+            Family::DistilBert => ("pre_classifier", |x| if x < 0.0 { 0.0 } else { x }, "classifier"),
             Family::ModernBert => ("head.dense", gelu, "classifier"),
             Family::Deberta => ("pooler.dense", gelu, "classifier"),
         };
