@@ -607,3 +607,54 @@ fn without_modules_json_vectors_are_the_mean_and_not_normalised() {
     let length = vector.iter().map(|x| x * x).sum::<f64>().sqrt();
     assert!((length - 1.0).abs() > 1e-3, "length {length}");
 }
+
+/// Changes a JSON file of a copied model.
+fn set(folder: &tempfile::TempDir, file: &str, changes: &Value) {
+    let path = folder.path().join(file);
+    let mut fields: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+    changes.as_object().expect("fields").iter().for_each(|(name, value)| fields[name] = value.clone());
+    std::fs::remove_file(&path).expect("a file or link");
+    std::fs::write(&path, fields.to_string()).expect("written");
+}
+
+#[test]
+fn tokenizer_config_json_overrules_tokenizer_json_as_in_the_reference() {
+    let lower = json!({"tokenizer_class": "BertTokenizer", "do_lower_case": false});
+    let prefix = json!({"tokenizer_class": "RobertaTokenizer", "add_prefix_space": true});
+    for (name, changes, text, theirs) in [
+        ("tiny-dense", lower, "ALL", [-0.03727737, -0.1035995, 0.132169, -0.1115242]),
+        ("tiny-roberta", prefix, "x", [0.01971088, 0.03436652, 0.04227127, -0.1056335]),
+    ] {
+        let folder = copy_whole(name);
+        set(&folder, "tokenizer_config.json", &changes);
+        let ours = vector(&answer(&mut load(folder.path()), &json!({"input": text})), 0);
+        assert_close(&ours[..4], &theirs, TOLERANCE, name);
+    }
+}
+
+#[test]
+fn arguments_of_the_librarys_loaders_are_refused_by_name() {
+    for (arguments, named) in [
+        (json!({"tokenizer_args": {"model_max_length": 8}}), "tokenizer_args has model_max_length"),
+        (json!({"config_kwargs": {"is_causal": false}}), "config_kwargs has is_causal"),
+        (json!({"processing_kwargs": {"text": {"max_length": 8}}}), "processing_kwargs has text"),
+    ] {
+        let folder = copy_whole("tiny-dense");
+        set(&folder, "sentence_bert_config.json", &arguments);
+        let error = load_error(&folder).to_string();
+        assert!(error.contains(named), "{error}");
+    }
+    let folder = copy_whole("tiny-dense");
+    let harmless = json!({"model_args": {"attn_implementation": "sdpa"}, "processing_kwargs": {"text": {}}});
+    set(&folder, "sentence_bert_config.json", &harmless);
+    load(folder.path());
+}
+
+#[test]
+fn an_empty_text_without_special_tokens_is_refused() {
+    let folder = copy_whole("tiny-qwen3");
+    set(&folder, "tokenizer.json", &json!({"post_processor": null}));
+    let model = load(folder.path());
+    let error = refusal(&model, &json!({"input": ["a", ""]}));
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("input[1]")));
+}

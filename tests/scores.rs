@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use sconce::model::load::tokenizer::Tokens;
 use sconce::model::nets::encoder::TextNetwork;
 use sconce::model::tasks::{labels, pairs};
-use sconce::model::{Device, Forward, LoadSpec, Processor, SizedInput};
+use sconce::model::{Device, Effort, Forward, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -321,4 +321,30 @@ fn labels_of_the_request_are_refused_where_they_do_not_fit() {
     assert_eq!(inputs.len(), 600);
     assert_ne!(inputs[0].input.ids, inputs[1].input.ids);
     assert_eq!(inputs[1].input, inputs[599].input);
+}
+
+#[test]
+fn of_two_long_texts_the_longer_one_keeps_the_odd_token() {
+    let mut model = pairs::load(&spec("score-bert"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let letters = |count: usize, letter: fn(usize) -> usize| {
+        (0..count).map(|at| char::from(b'a' + letter(at) as u8).to_string()).collect::<Vec<_>>().join(" ")
+    };
+    let (long, short) = (letters(66, |at| at % 26), letters(65, |at| 25 - at % 26));
+    for (first, second, theirs) in [(&long, &short, 0.062_540_67), (&short, &long, 0.935_993_5)] {
+        let body = json!({"text_1": first, "text_2": second, "raw_scores": true});
+        assert_close(&answer(&mut model, "/v1/score", &body)["data"][0]["score"], &json!(theirs), "odd");
+    }
+}
+
+#[test]
+fn prompts_count_in_the_cost_of_a_task_and_their_bytes_are_bounded() {
+    let model =
+        pairs::load(&spec("score-logits-published"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let documents = vec![""; 30];
+    let small = message("/v1/rerank", &json!({"query": "a", "documents": documents}));
+    assert_eq!(model.0.effort(&small), Effort::Usual);
+    let large = json!({"query": "a ".repeat(2 << 20), "documents": documents});
+    let error = preprocess(&model.0, "/v1/rerank", &large).err().expect("a refusal");
+    assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    assert!(error.message.contains("at most 67108864"), "{error}");
 }

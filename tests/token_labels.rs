@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use sconce::model::load::tokenizer::Tokens;
 use sconce::model::nets::encoder::TextNetwork;
 use sconce::model::tasks::token_labels::{self, TokenLabelProcessor};
-use sconce::model::{Device, Forward, Inputs, LoadSpec, Processor, SizedInput};
+use sconce::model::{Device, Effort, Forward, Inputs, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Body, Message, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -210,4 +210,49 @@ fn a_reply_that_would_be_too_large_is_refused() {
     let error = refused(&mut model, &body);
     assert_eq!(error.kind, TaskErrorKind::TooLarge);
     assert!(error.message.contains("more than 8388608 bytes"), "{error}");
+}
+
+#[test]
+fn the_end_of_a_text_is_kept_or_its_windows_are_counted_from_there_if_the_model_says_so() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in fixture("token-bert").read_dir().expect("a folder") {
+        let file = file.expect("a file");
+        std::fs::copy(file.path(), folder.path().join(file.file_name())).expect("a copy");
+    }
+    let path = folder.path().join("tokenizer_config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+    config["truncation_side"] = json!("left");
+    config["model_max_length"] = json!(8);
+    std::fs::write(&path, config.to_string()).expect("written");
+    let spec = LoadSpec { max_inputs: 2_000, ..LoadSpec::new(folder.path().to_str().expect("UTF-8")) };
+    let mut model = token_labels::load(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let text = "one two three four five six seven eight nine ten eleven";
+    let found = |reply: &Value| {
+        let one = |entity: &Value| {
+            let score = entity["score"].as_f64().expect("a score");
+            (entity["start"].as_u64().expect("a place"), (score * 1e4).round() / 1e4)
+        };
+        reply.as_array().expect("a list").iter().map(one).collect::<Vec<_>>()
+    };
+    let cut = json!({"input": text, "aggregation_strategy": "none", "ignore_labels": []});
+    let theirs = [(47, 0.644), (49, 0.5683), (51, 0.3949), (52, 0.4391), (53, 0.57), (54, 0.5086)];
+    assert_eq!(found(&answer(&mut model, &cut)), theirs);
+    let windows = json!({"input": text, "stride": 2, "ignore_labels": []});
+    let theirs =
+        [(0, 0.3652), (5, 0.5343), (6, 0.4903), (8, 0.4476), (10, 0.4622), (14, 0.3339), (22, 0.6289)];
+    assert_eq!(found(&answer(&mut model, &windows))[..7], theirs);
+}
+
+#[test]
+fn a_short_message_with_many_windows_is_refused_and_is_never_brief() {
+    let mut model = load("token-bert");
+    let body = json!({"input": ". ".repeat(1_800), "stride": 61});
+    let error = refused(&mut model, &body);
+    assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    assert!(error.message.contains("a smaller stride makes fewer"), "{error}");
+    let effort = |body: &str| model.0.effort(&Message { body: body.to_owned().into(), ..Message::default() });
+    assert_eq!(effort(r#"{"input":"a"}"#), Effort::Brief);
+    for body in [r#"{"input":"a","stride":1}"#, r#"{"input":"a","str\u0069de":1}"#] {
+        assert_eq!(effort(body), Effort::Usual, "{body}");
+    }
 }

@@ -251,6 +251,30 @@ impl Description {
         classes.into_iter().flatten().filter_map(Value::as_str)
     }
 
+    /// The class of the weights, if it is code of the model's own repository (`auto_map`) and not the library's class for
+    /// the architecture.
+    pub fn own_class(&self) -> Option<&str> {
+        self.fields.get("auto_map").and_then(Value::as_object).filter(|map| !map.is_empty())?;
+        let class = self.classes().next()?;
+        let plain =
+            |name: &str| name.chars().filter(char::is_ascii_alphanumeric).collect::<String>().to_lowercase();
+        let suffixes = [
+            "ForCausalLM",
+            "ForMaskedLM",
+            "ForPreTraining",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+            "ForQuestionAnswering",
+            "ForConditionalGeneration",
+            "LMHeadModel",
+            "EncoderModel",
+            "Model",
+        ];
+        let stem = suffixes.iter().find_map(|suffix| class.strip_suffix(suffix)).unwrap_or(class);
+        // The class of `gemma3_text` may be `Gemma3ForCausalLM`.
+        (stem.is_empty() || !plain(&self.architecture).starts_with(&plain(stem))).then_some(class)
+    }
+
     /// Whether the model has this module of sentence-transformers.
     pub fn has_module(&self, kind: &str) -> bool {
         self.modules.iter().any(|module| module == kind)

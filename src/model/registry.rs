@@ -141,7 +141,15 @@ pub fn assumptions(source: &str, task: Option<&str>) -> Result<Vec<String>, Load
     let Some(files) = ModelFiles::on_this_host(source) else { return Ok(Vec::new()) };
     let model = Description::read(&files)?;
     let served = find_family(source, &files, &model, task)?;
-    Ok(served.rules().map_or_else(Vec::new, |rules| (rules.assumptions)(&model)))
+    let mut all = served.rules().map_or_else(Vec::new, |rules| (rules.assumptions)(&model));
+    if let Some(class) = model.own_class() {
+        let architecture = &model.architecture;
+        all.push(format!(
+            "the network is the {architecture} of the transformers library: {class} is code in the model's repository \
+             (auto_map), which is not run"
+        ));
+    }
+    Ok(all)
 }
 
 /// Decides which family serves a model: the one that `task` names, else the first one of the kind that the files of
@@ -159,6 +167,14 @@ fn find_family(
     let architecture = &model.architecture;
     if serving.is_empty() {
         return Err(refused(unserved(model)));
+    }
+    if let (None, Some(class)) = (task, model.own_class()) {
+        let names: Vec<&str> = serving.iter().map(|(family, _)| family.name).collect();
+        let names = names.join(", ");
+        return Err(refused(format!(
+            "{class} is code in the model's repository (auto_map), which is not run; if it computes what the {architecture} of \
+             the transformers library does, pool.task may be {names}"
+        )));
     }
     let named = model.named();
     let is_wanted = |(family, rules): &(&'static Family, &FileRules)| match (task, named) {

@@ -120,6 +120,28 @@ fn modules_decide_before_architectures_and_a_task_before_both() {
 }
 
 #[test]
+fn a_class_of_the_repositorys_own_code_is_refused_unless_the_task_is_named() {
+    let config = |kind: &str, class: &str| {
+        format!(
+            r#"{{"model_type":"{kind}","architectures":["{class}"],"auto_map":{{"AutoModel":"modeling.{class}"}}}}"#
+        )
+    };
+    for (kind, class) in [
+        ("qwen2", "Qwen2ForCausalLM"),
+        ("nomic_bert", "NomicBertModel"),
+        ("xlm-roberta", "XLMRobertaForSequenceClassification"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+    ] {
+        assert!(assumed(&config(kind, class), None, None).is_ok(), "{class}");
+    }
+    let own = config("qwen3", "Qwen3BidirectionalModel");
+    let error = assumed(&own, Some(POOLED), None).unwrap_err();
+    assert!(error.contains("Qwen3BidirectionalModel is code in the model's repository"), "{error}");
+    let (_, assumptions) = assumed(&own, Some(POOLED), Some("embed")).unwrap();
+    assert!(assumptions[0].contains("Qwen3BidirectionalModel"), "{assumptions:?}");
+}
+
+#[test]
 fn a_decoder_generates_unless_its_files_or_the_task_make_it_an_embedder_or_a_reranker() {
     let config = |class: &str| format!(r#"{{"model_type":"qwen3","architectures":["{class}"]}}"#);
     let causal = config("Qwen3ForCausalLM");

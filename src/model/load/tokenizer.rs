@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::{
     Decoder as _, Encoding, ModelWrapper, PostProcessor as _, PostProcessorWrapper, Tokenizer,
     TruncationDirection,
@@ -79,7 +80,56 @@ pub struct TextLimits {
     pub lower_case: bool,
     /// The part of a text that is kept if it is too long. None if only `tokenizer.json` may say it.
     pub kept: Option<Side>,
+    /// What `tokenizer_config.json` sets instead of `tokenizer.json`.
+    pub overrides: Overrides,
 }
+
+/// The settings of `tokenizer_config.json` that the transformers library puts in the place of those of `tokenizer.json`,
+/// for some classes of tokenizers. None: those of `tokenizer.json` stay.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Overrides {
+    /// Of tokenizers like BERT's.
+    pub bert: Option<BertOverrides>,
+    /// Whether a space is put before the text, of tokenizers like RoBERTa's.
+    pub adds_prefix_space: Option<bool>,
+}
+
+/// What BERT's normalizer does.
+#[derive(Clone, Copy, Debug)]
+pub struct BertOverrides {
+    /// Whether it makes letters small.
+    pub lower_case: bool,
+    /// Whether it removes accents. None: if it makes letters small.
+    pub strips_accents: Option<bool>,
+    /// Whether it puts spaces around Chinese characters.
+    pub splits_chinese: bool,
+}
+
+impl Overrides {
+    fn apply(self, tokenizer: &mut Tokenizer) -> tokenizers::Result<()> {
+        if let (Some(bert), Some(NormalizerWrapper::BertNormalizer(normalizer))) =
+            (self.bert, tokenizer.get_normalizer().cloned())
+        {
+            let mut normalizer = normalizer;
+            normalizer.lowercase = bert.lower_case;
+            normalizer.strip_accents = bert.strips_accents;
+            normalizer.handle_chinese_chars = bert.splits_chinese;
+            tokenizer.with_normalizer(Some(normalizer))?;
+        }
+        if let (Some(adds), Some(PreTokenizerWrapper::ByteLevel(byte_level))) =
+            (self.adds_prefix_space, tokenizer.get_pre_tokenizer().cloned())
+        {
+            let mut byte_level = byte_level;
+            byte_level.add_prefix_space = adds;
+            tokenizer.with_pre_tokenizer(Some(byte_level));
+        }
+        Ok(())
+    }
+}
+
+/// The bytes of a text up to which its tokens are counted although more of them than fit. The library takes up to 200 bytes
+/// of memory for each.
+const MAX_COMPARED_BYTES: usize = 32 << 10;
 
 /// A model's tokenizer and its limits.
 pub struct TextTokenizer {
@@ -131,6 +181,7 @@ impl TextTokenizer {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let library_fault = |error: tokenizers::Error| fault(error.to_string());
         let mut tokenizer = Tokenizer::from_bytes(json).map_err(library_fault)?;
+        limits.overrides.apply(&mut tokenizer).map_err(library_fault)?;
         if limits.lower_case {
             let mut steps = vec![NormalizerWrapper::Lowercase(Lowercase)];
             steps.extend(tokenizer.get_normalizer().cloned());
@@ -243,7 +294,7 @@ impl TextTokenizer {
         let [before, after] = &self.special;
         let ids = [before, self.cut(&pieces, self.room()), after].concat();
         if ids.is_empty() {
-            return Err(TaskError::internal("the tokenizer made no tokens of the text"));
+            return Err(no_tokens());
         }
         Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room(), unpooled: 0 })
     }
@@ -276,7 +327,24 @@ impl TextTokenizer {
     /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
     pub fn pieces(&self, text: &str) -> Result<Vec<u32>, TaskError> {
         // One more than fits, to know whether a text is cut.
-        let max_ids = self.max_tokens + 1;
+        self.first_pieces(text, self.max_tokens + 1)
+    }
+
+    /// As [`pieces`](Self::pieces), for one of two texts: all its ids, unless it has more than
+    /// [`MAX_COMPARED_BYTES`] bytes. Which of two long texts is the longer one decides where the last token is cut.
+    ///
+    /// # Errors
+    /// As [`pieces`](Self::pieces).
+    pub fn pieces_of_pair(&self, text: &str) -> Result<Vec<u32>, TaskError> {
+        let is_short = text.len() <= MAX_COMPARED_BYTES;
+        self.first_pieces(
+            text,
+            if is_short { text.len().max(self.max_tokens + 1) } else { self.max_tokens + 1 },
+        )
+    }
+
+    /// At most `max_ids` ids of a text, at the side that is kept.
+    fn first_pieces(&self, text: &str, max_ids: usize) -> Result<Vec<u32>, TaskError> {
         // It reads texts from their beginning.
         let fast = self.fast.as_ref().filter(|_| self.kept == Side::Beginning);
         let ids = match fast.and_then(|fast| fast.ids(&self.tokenizer, text, max_ids)) {
@@ -302,7 +370,17 @@ impl TextTokenizer {
         let room = self.room();
         let encode = |text: &str| self.tokenizer.encode_char_offsets(text, false);
         let (mut encoding, stride) = match reading {
-            Reading::Cut => (ids_of(text, room + 1, Side::Beginning, encode).map_err(no_ids)?.ids, 0),
+            Reading::Cut if self.kept == Side::Beginning => {
+                (ids_of(text, room + 1, self.kept, encode).map_err(no_ids)?.ids, 0)
+            }
+            // The places of tokens count from the beginning of the text, so that all of it is read.
+            Reading::Cut if text.len() > MAX_BYTES => {
+                let bytes = text.len();
+                return Err(too_large(format!(
+                    "the text has {bytes} bytes; at most {MAX_BYTES} are allowed, since this model keeps the ends of texts"
+                )));
+            }
+            Reading::Cut => (encode(text).map_err(|error| no_ids(NoIds::Failed(error)))?, 0),
             Reading::Windows { stride, max_windows } => {
                 self.check_stride(stride)?;
                 if text.len() > MAX_BYTES {
@@ -325,7 +403,11 @@ impl TextTokenizer {
         };
         self.check_made(encoding.get_ids())?;
         let truncated = reading == Reading::Cut && encoding.len() > room;
-        encoding.truncate(room, stride, TruncationDirection::Right);
+        let direction = match self.kept {
+            Side::Beginning => TruncationDirection::Right,
+            Side::End => TruncationDirection::Left,
+        };
+        encoding.truncate(room, stride, direction);
         let mut parts = encoding.take_overflowing();
         if reading == Reading::Cut {
             parts.clear();
@@ -359,7 +441,7 @@ impl TextTokenizer {
         };
         let ids = encoding.get_ids().to_vec();
         if ids.is_empty() {
-            return Err(TaskError::internal("the tokenizer made no tokens of the text"));
+            return Err(no_tokens());
         }
         let spans = encoding.get_offsets().iter().zip(encoding.get_special_tokens_mask());
         let span = |((start, end), mask): (&(usize, usize), &u32)| {
@@ -377,7 +459,7 @@ impl TextTokenizer {
         Err(TaskError::internal(message))
     }
 
-    /// The tokens of a pair of texts, from the [`pieces`](Self::pieces) of each. If both together are too long, the
+    /// The tokens of a pair of texts, from the [`pieces_of_pair`](Self::pieces_of_pair) of each. If both together are too long, the
     /// longer one is cut first (`longest_first`).
     pub fn pair(&self, first: &[u32], second: &[u32]) -> Tokens {
         let (a, b) = longest_first(first.len(), second.len(), self.pair_room());
@@ -431,6 +513,11 @@ impl TextTokenizer {
         }
         Ok(Tokens { second: ids.len(), ids, truncated: false, unpooled: 0 })
     }
+}
+
+/// The error of a text without tokens, such as an empty one of a model that adds no special tokens.
+pub fn no_tokens() -> TaskError {
+    TaskError::new(TaskErrorKind::BadInput, "the text has no tokens")
 }
 
 fn too_large(message: String) -> TaskError {

@@ -86,7 +86,7 @@ impl SharedText {
     }
 
     fn pieces(&self, tokenizer: &TextTokenizer) -> Result<&[u32], TaskError> {
-        let make = || tokenizer.pieces(&self.text).map_err(|error| error.with_param(&*self.path));
+        let make = || tokenizer.pieces_of_pair(&self.text).map_err(|error| error.with_param(&*self.path));
         self.pieces.get_or_init(make).as_deref().map_err(Clone::clone)
     }
 }

@@ -3,13 +3,15 @@
 //! Files of Qwen3-Reranker as Qwen published them get what its model card says. Refuses rerankers whose files do not
 //! define the prompt.
 
+use std::sync::OnceLock;
+
 use serde::Deserialize;
 
 use super::sentence_settings::SentenceSettings;
 use crate::model::family::{Description, MODULES, Module};
 use crate::model::load::ModelFiles;
 use crate::model::load::chat_template::PairTemplate;
-use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::load::tokenizer::{TextTokenizer, Tokens, no_tokens};
 use crate::model::load::vocabulary::pair_template;
 use crate::model::nets::encoder::ScoreTokens;
 use crate::model::{LoadError, LoadSpec, TaskError};
@@ -162,7 +164,8 @@ impl PairPrompts {
         }
     }
 
-    /// The tokens of a pair. A prompt that is too long is cut before the suffix that all prompts have in common.
+    /// The tokens of a pair. A prompt that is too long is cut before the suffix that all prompts of a task have in common,
+    /// which `suffix` keeps for the next one.
     ///
     /// # Errors
     /// `BadInput` if the template refuses the pair, `Internal` if the tokenizer fails.
@@ -172,21 +175,24 @@ impl PairPrompts {
         instruction: Option<&str>,
         query: &str,
         document: &str,
+        suffix: &OnceLock<Vec<u32>>,
     ) -> Result<Tokens, TaskError> {
         let ids_of = |query, document| tokenizer.pieces(&self.render(instruction, query, document)?);
         let (mut ids, max) = (ids_of(query, document)?, tokenizer.max_tokens());
         if ids.is_empty() {
-            return Err(TaskError::internal("the tokenizer made no tokens of the prompt"));
+            return Err(no_tokens());
         }
         let truncated = ids.len() > max;
         if truncated {
-            // The common suffix of two other prompts is that of all prompts. If one of them is wholly a suffix of the
-            // other, it also holds tokens of the texts, and none is kept.
-            let (short, long) = (ids_of("0", "0")?, ids_of("1 2 3 4", "1 2 3 4")?);
-            let same = short.iter().rev().zip(long.iter().rev()).take_while(|(a, b)| a == b).count();
-            let suffix = if same < short.len().min(long.len()) { same.min(max) } else { 0 };
-            ids.truncate(max - suffix);
-            ids.extend_from_slice(&short[short.len() - suffix..]);
+            let suffix = match suffix.get() {
+                Some(suffix) => suffix,
+                None => {
+                    let found = common_suffix(ids_of("0", "0")?, &ids_of("1 2 3 4", "1 2 3 4")?, max);
+                    suffix.get_or_init(|| found)
+                }
+            };
+            ids.truncate(max - suffix.len());
+            ids.extend_from_slice(suffix);
         }
         Ok(Tokens { second: ids.len(), ids, truncated, unpooled: 0 })
     }
@@ -203,4 +209,12 @@ impl PairPrompts {
             }
         }
     }
+}
+
+/// The last tokens that two prompts have in common, at most `max`: those of all prompts. If one of the two is wholly a suffix
+/// of the other, it also holds tokens of the texts, and the result is empty.
+fn common_suffix(mut short: Vec<u32>, long: &[u32], max: usize) -> Vec<u32> {
+    let same = short.iter().rev().zip(long.iter().rev()).take_while(|(a, b)| a == b).count();
+    let count = if same < short.len().min(long.len()) { same.min(max) } else { 0 };
+    short.split_off(short.len() - count)
 }

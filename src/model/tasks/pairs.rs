@@ -3,7 +3,7 @@
 //! their scores into response bodies. Each pair is an input of its own, so that many documents share batches with other
 //! tasks. Never touches the device.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::json;
 
@@ -22,6 +22,7 @@ use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
+    TaskErrorKind,
 };
 use crate::protocol::reply::Usage;
 use crate::protocol::rerank::{Form, PairsRequest, RERANK_URL, SCORE_URL, write_scores};
@@ -101,6 +102,11 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(PairProcessor, TextNetw
     Ok((processor, network))
 }
 
+/// About the bytes of a prompt's template.
+const TEMPLATE_BYTES: usize = 512;
+/// The most bytes of all prompts of a task.
+const MAX_PROMPT_BYTES: usize = 64 << 20;
+
 /// Turns requests to score pairs into tokens, and scores into responses.
 pub struct PairProcessor {
     tokenizer: Arc<TextTokenizer>,
@@ -149,7 +155,8 @@ impl Processor for PairProcessor {
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+        // The prompt of each document is longer than its part of the body.
+        Effort::brief_if(message.body.len() <= BRIEF_BODY && self.prompts.is_none())
     }
 
     fn finish(&self, context: PairContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
@@ -178,7 +185,7 @@ impl PairProcessor {
                     Form::Score if has_several_first => format!("text_1[{index}]"),
                     Form::Score => "text_1".to_owned(),
                 };
-                tokenizer.pieces(&request.first[index]).map_err(|error| error.with_param(path()))
+                tokenizer.pieces_of_pair(&request.first[index]).map_err(|error| error.with_param(path()))
             }
         };
         // A first text that all pairs share is tokenised once.
@@ -194,8 +201,9 @@ impl PairProcessor {
             OnError::FailTask,
             move |index, _| {
                 let path = || format!("{}[{index}]", request.field);
-                let second =
-                    tokenizer.pieces(&request.second[index]).map_err(|error| error.with_param(path()))?;
+                let second = tokenizer
+                    .pieces_of_pair(&request.second[index])
+                    .map_err(|error| error.with_param(path()))?;
                 let tokens = match &shared_first {
                     Some(first) => tokenizer.pair(first, &second),
                     None => tokenizer.pair(&first_pieces(index)?, &second),
@@ -215,9 +223,21 @@ impl PairProcessor {
         let tokenizer = self.tokenizer.clone();
         let has_several_first = request.first.len() > 1;
         let first_index = move |index: usize| if has_several_first { index } else { 0 };
+        let instruction = request.instruction.as_ref().map_or(0, String::len);
         let lengths = request.second.iter().enumerate();
-        let lengths = lengths.map(|(index, second)| second.len() + request.first[first_index(index)].len());
+        let lengths = lengths.map(|(index, second)| {
+            second.len() + request.first[first_index(index)].len() + instruction + TEMPLATE_BYTES
+        });
         let lengths: Vec<usize> = lengths.collect();
+        let bytes: usize = lengths.iter().sum();
+        if bytes > MAX_PROMPT_BYTES {
+            let message = format!(
+                "the prompts of this task have {bytes} bytes together, since each has the query and the instruction; at most \
+                 {MAX_PROMPT_BYTES} are allowed"
+            );
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
+        }
+        let end = OnceLock::new();
         let texts = TextInputs::new(
             lengths,
             |length| *length,
@@ -225,7 +245,8 @@ impl PairProcessor {
             move |index, _| {
                 let path = || format!("{}[{index}]", request.field);
                 let (query, document) = (&request.first[first_index(index)], &request.second[index]);
-                let tokens = prompts.tokens(&tokenizer, request.instruction.as_deref(), query, document);
+                let tokens =
+                    prompts.tokens(&tokenizer, request.instruction.as_deref(), query, document, &end);
                 let tokens = tokens.map_err(|error| error.with_param(path()))?;
                 text_input(tokens, request.truncate, path, tokenizer.max_tokens())
             },

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use crate::model::family::{LIBRARY_CONFIG, MODULES, Module, POOLING};
 use crate::model::load::ModelFiles;
 use crate::model::load::long_text::Side;
-use crate::model::load::tokenizer::TextLimits;
+use crate::model::load::tokenizer::{BertOverrides, Overrides, TextLimits};
 use crate::model::nets::encoder::sentence_head::{ACTIVATIONS, SentenceHead, SentenceModule, activation};
 use crate::model::ops::pooling::{MAX_MODES, Mode, Pooling};
 use crate::model::{LoadError, OptionProblem, TaskError};
@@ -109,6 +109,34 @@ struct TransformerConfig {
     /// For each kind of input, how the network is called, and which of its results is taken. Newer files have it.
     #[serde(default)]
     modality_config: Value,
+    /// Further arguments of the library's loaders, by the names that versions have used.
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
+}
+
+/// The fields with arguments of loaders. Those that change no result are in [`HARMLESS`].
+const ARGUMENTS: [&str; 7] = [
+    "tokenizer_args",
+    "processor_kwargs",
+    "config_args",
+    "config_kwargs",
+    "model_args",
+    "model_kwargs",
+    "processing_kwargs",
+];
+/// Arguments for how the library computes, and not what.
+const HARMLESS: [&str; 3] = ["attn_implementation", "torch_dtype", "dtype"];
+
+impl TransformerConfig {
+    /// The first argument that would change results and is not read.
+    fn unread_argument(&self) -> Option<String> {
+        let maps = ARGUMENTS.iter().filter_map(|name| Some((*name, self.others.get(*name)?.as_object()?)));
+        let mut unread = maps.flat_map(|(name, map)| map.iter().map(move |(key, value)| (name, key, value)));
+        let is_read = |key: &str, value: &Value| {
+            HARMLESS.contains(&key) || value.is_null() || value.as_object().is_some_and(Map::is_empty)
+        };
+        unread.find(|(_, key, value)| !is_read(key, value)).map(|(name, key, _)| format!("{name} has {key}"))
+    }
 }
 
 /// What the Transformer module's settings say about chat templates.
@@ -127,6 +155,33 @@ struct TokenizerConfig {
     /// A float, since it is 1e30 for a tokenizer without a limit.
     model_max_length: Option<f64>,
     truncation_side: Option<TruncationSide>,
+    tokenizer_class: Option<String>,
+    do_lower_case: Option<bool>,
+    strip_accents: Option<bool>,
+    tokenize_chinese_chars: Option<bool>,
+    add_prefix_space: Option<bool>,
+}
+
+impl TokenizerConfig {
+    /// What replaces the settings of `tokenizer.json`. The classes have defaults of their own.
+    fn overrides(&self) -> Overrides {
+        let class = self.tokenizer_class.as_deref().unwrap_or_default();
+        match class.trim_end_matches("Fast").trim_end_matches("Tokenizer") {
+            "Bert" | "DistilBert" | "Electra" | "MPNet" => Overrides {
+                bert: Some(BertOverrides {
+                    lower_case: self.do_lower_case.unwrap_or(true),
+                    strips_accents: self.strip_accents,
+                    splits_chinese: self.tokenize_chinese_chars.unwrap_or(true),
+                }),
+                ..Overrides::default()
+            },
+            "Roberta" => Overrides {
+                adds_prefix_space: Some(self.add_prefix_space.unwrap_or(false)),
+                ..Overrides::default()
+            },
+            _ => Overrides::default(),
+        }
+    }
 }
 
 /// The side of a text that is cut.
@@ -300,11 +355,12 @@ impl SentenceSettings {
         let tokenizer: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
         let tokenizer_limit = tokenizer.model_max_length.filter(|n| *n >= 1.0).map(|n| n as usize);
         let max_tokens = transformer.max_seq_length.or(tokenizer_limit);
+        let overrides = tokenizer.overrides();
         let kept = tokenizer.truncation_side.map(|side| match side {
             TruncationSide::Left => Side::End,
             TruncationSide::Right => Side::Beginning,
         });
-        Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case, kept })
+        Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case, kept, overrides })
     }
 }
 
@@ -337,6 +393,9 @@ fn transformer_config(files: &ModelFiles) -> Result<TransformerConfig, LoadError
 fn check_transformer(config: &TransformerConfig) -> Result<(), String> {
     if let Some(task) = config.transformer_task.as_deref().filter(|task| *task != "feature-extraction") {
         return Err(format!("transformer_task is {task:?}; for embeddings, feature-extraction is supported"));
+    }
+    if let Some(argument) = config.unread_argument() {
+        return Err(format!("{argument} in the settings of the Transformer module, which is not supported"));
     }
     let text = &config.modality_config["text"];
     if text.is_null() {

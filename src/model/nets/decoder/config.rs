@@ -206,6 +206,7 @@ impl DecoderConfig {
         }
         self.checked_experts()?;
         for (name, number) in [
+            ("rms_norm_eps", self.eps),
             ("attention_scale", self.attention_scale),
             ("the factor of embeddings", self.embedding_scale),
             ("residual_multiplier", self.residual_scale),

@@ -222,7 +222,8 @@ impl NetworkConfig {
         raw.only("is_decoder", &false.into())?;
         // The number of layers is checked before the rest, since the next step allocates a list with an entry for each
         // layer.
-        let layers: Option<usize> = raw.optional(&["num_hidden_layers", "n_layers", "n_layer"])?;
+        let layers: Option<usize> =
+            raw.optional(&["num_hidden_layers", "n_layers", "n_layer", "num_layers"])?;
         if let Some(layers) = layers.filter(|layers| *layers > MAX_LAYERS) {
             return Err(raw.fault(format!("it has {layers} layers; at most {MAX_LAYERS} are read")));
         }
@@ -260,6 +261,9 @@ impl NetworkConfig {
             if size > max {
                 return Err(format!("{name} is {size}; at most {max} is read"));
             }
+        }
+        if !self.eps.is_finite() || self.eps < 0.0 {
+            return Err(format!("the epsilon of the norms is {}; it must be a number from 0", self.eps));
         }
         if hidden == 0 || heads == 0 || hidden % heads != 0 {
             return Err(format!("hidden_size {hidden} does not divide into {heads} heads"));
@@ -571,6 +575,9 @@ mod tests {
 
     #[test]
     fn an_impossible_size_is_refused_before_memory_is_allocated() {
+        let t5 = json!({
+            "model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 2, "vocab_size": 100,
+        });
         let folder = tempfile::tempdir().unwrap();
         let source = folder.path().to_str().unwrap();
         let read = |config: &Value| {
@@ -589,6 +596,7 @@ mod tests {
         for (config, names) in [
             (modern, ["hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"]),
             (nomic, ["n_embd", "n_inner", "n_layer", "n_positions"]),
+            (t5, ["d_ff", "num_layers", "n_positions", "d_ff"]),
         ] {
             assert!(read(&config).is_ok());
             for name in names {

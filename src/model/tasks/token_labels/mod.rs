@@ -18,7 +18,7 @@ use super::{
     BRIEF_BODY, MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
     request_text_files, text_input, text_limits,
 };
-use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
+use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{Reading, TextTokenizer, Tokens, Window};
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
@@ -38,6 +38,10 @@ const MAX_NUMBERS: usize = 16 << 20;
 /// The maximum number of tokens of all windows of a text. The tokenizers library takes 100 bytes for each while it divides
 /// the text.
 const MAX_WINDOW_TOKENS: usize = 1 << 20;
+/// The tokens of further windows that a task may have, for each byte of its texts, and those that it may have in any case.
+/// A message of a few bytes would otherwise have thousands of windows, which differ by a token.
+const WINDOW_TOKENS_PER_BYTE: usize = 4;
+const FREE_WINDOW_TOKENS: usize = 1 << 16;
 /// A text of more bytes that is read in windows is tokenised on the thread for long preparation.
 const LONG_TEXT: usize = 32 << 10;
 /// From this number of tokens on, the reply is written on the thread for long preparation. A token takes about 1 µs.
@@ -163,7 +167,8 @@ struct Preparation {
     reading: Reading,
     /// The number of labels.
     labels: usize,
-    max_inputs: usize,
+    /// The maximum number of windows of all texts.
+    max_windows: usize,
     /// The windows of all texts.
     windows: AtomicUsize,
     /// The tokens of all texts, times the labels.
@@ -175,13 +180,14 @@ impl Preparation {
     /// Makes the input of each window of a text.
     fn inputs(&self, index: usize, mut text: String) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
         let path = || self.request.path(index);
-        let (max_inputs, labels) = (self.max_inputs, self.labels);
+        let (max_windows, labels) = (self.max_windows, self.labels);
         let too_large = |what: String| TaskError::new(TaskErrorKind::TooLarge, what).with_param(path());
         let windows =
             self.tokenizer.windows(&text, self.reading).map_err(|error| error.with_param(path()))?;
-        if self.windows.fetch_add(windows.len(), Ordering::Relaxed) + windows.len() > max_inputs {
+        if self.windows.fetch_add(windows.len(), Ordering::Relaxed) + windows.len() > max_windows {
             return Err(too_large(format!(
-                "the texts have more than {max_inputs} windows together, which this pool takes at most (max_inputs)"
+                "the texts have more than {max_windows} windows together, the most for texts of these lengths; a smaller stride \
+                 makes fewer"
             )));
         }
         let count: usize = windows.iter().map(|window| window.tokens.ids.len()).sum();
@@ -257,6 +263,8 @@ impl Processor for TokenLabelProcessor {
             }
         };
         let items = mem::take(&mut request.texts);
+        let bytes: usize = items.iter().map(String::len).sum();
+        let further = FREE_WINDOW_TOKENS.max(bytes * WINDOW_TOKENS_PER_BYTE) / self.tokenizer.max_tokens();
         let is_long = request.stride.is_some() && items.iter().any(|text| text.len() > LONG_TEXT);
         let texts = Arc::new(Mutex::new(items.iter().map(|_| Text::default()).collect::<Vec<_>>()));
         let (strategy, ignored, is_list) = (request.strategy, request.ignored.clone(), request.is_list);
@@ -266,7 +274,7 @@ impl Processor for TokenLabelProcessor {
             request,
             reading,
             labels: self.labels.len(),
-            max_inputs: self.max_inputs,
+            max_windows: self.max_inputs.min(items.len() + further),
             windows: AtomicUsize::new(0),
             numbers: AtomicUsize::new(0),
             texts: texts.clone(),
@@ -284,7 +292,10 @@ impl Processor for TokenLabelProcessor {
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+        // With a stride a few bytes may have many windows. The name of the field may be written with escapes.
+        let may_have_windows =
+            message.body.windows(6).any(|part| part == b"stride") || message.body.contains(&b'\\');
+        Effort::brief_if(message.body.len() <= BRIEF_BODY && !may_have_windows)
     }
 
     fn is_finish_slow(&self, context: &TokenLabelContext) -> bool {
