@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value as Json};
 
 use super::FileError;
+use super::fields::field_differences;
 use super::record::record_path;
 use super::resume::{Claimed, claim};
 use super::rows::InputFile;
@@ -37,6 +38,10 @@ struct Written {
 /// What tells an input from another one of the same name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct InputStamp {
+    /// Its path, absolute and without links. None in lists of older versions, which did not write it: such an input is
+    /// known by the other fields alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    path: Option<String>,
     url: String,
     /// In bytes.
     size: u64,
@@ -57,8 +62,31 @@ impl InputStamp {
         let nanoseconds =
             metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
         let modified = metadata.is_file().then_some(nanoseconds);
+        // A device may have no path without links.
+        let path = fs::canonicalize(&input.path).or_else(|_| std::path::absolute(&input.path))?;
         let (url, fields) = (input.url.clone(), input.fields.clone());
-        Ok(Self { url, size: metadata.len(), modified, fields })
+        let path = Some(path.to_string_lossy().into_owned());
+        Ok(Self { path, url, size: metadata.len(), modified, fields })
+    }
+
+    /// The path of this input, if it is not that of the other one.
+    fn other_path(&self, other: &Self) -> Option<&str> {
+        self.path.as_deref().filter(|path| other.path.as_deref().is_some_and(|other| other != *path))
+    }
+
+    /// What differs between this input and the same one as it is now; empty if nothing does.
+    fn differences(&self, now: &Self) -> Vec<String> {
+        let mut differences = Vec::new();
+        if self.size != now.size {
+            differences.push(format!("it had {} bytes, and has {}", self.size, now.size));
+        } else if self.modified != now.modified || now.modified.is_none() {
+            differences.push("it may have changed since, by its time of change".to_owned());
+        }
+        if self.url != now.url {
+            differences.push(format!("it was sent to {}, and would be to {}", self.url, now.url));
+        }
+        differences.extend(field_differences(&self.fields, &now.fields));
+        differences
     }
 }
 
@@ -131,7 +159,7 @@ impl Folder {
         }
         let written = read_list(&mut list, &list_path)?;
         let (mut left, mut by_name) = (Vec::new(), HashMap::new());
-        let (mut changed, mut foreign) = (Vec::new(), Vec::new());
+        let (mut changed, mut foreign, mut collisions) = (Vec::new(), Vec::new(), Vec::new());
         for (input, stamp) in inputs.iter().zip(stamps) {
             let result = path.join(&input.result);
             let is_there = result.symlink_metadata().is_ok() && !is_special(&result);
@@ -140,8 +168,17 @@ impl Folder {
                     left.push(input.clone());
                     by_name.insert(input.result.clone(), (input.format, stamp));
                 }
-                Some(earlier) if *earlier == stamp && stamp.modified.is_some() => {}
-                Some(_) => changed.push((result, &input.path)),
+                Some(earlier) => match earlier.other_path(&stamp) {
+                    Some(other) => {
+                        let (result, input) = (result.display(), input.path.display());
+                        collisions
+                            .push(format!("{result} is the result of {other}, and would be that of {input}"));
+                    }
+                    None => match earlier.differences(&stamp) {
+                        differences if differences.is_empty() => {}
+                        differences => changed.push((result, &input.path, differences)),
+                    },
+                },
                 None => foreign.push(result),
             }
         }
@@ -156,12 +193,14 @@ impl Folder {
                 others(foreign.len(), "do")
             )));
         }
-        if let Some((result, input)) = changed.first() {
+        refuse(&collisions, "; give another --output-dir, or remove these results if the inputs were moved")?;
+        if let Some((result, input, differences)) = changed.first() {
             return Err(FileError::Refused(format!(
-                "{} is the result of {} as it was before (of another size, time of change, URL or --field){}; give another \
-                 --output-dir, or remove these results to make them again",
+                "{} is the result of {} as it was before: {}{}; give another --output-dir, or remove these results to make \
+                 them again",
                 result.display(),
                 input.display(),
+                differences.join(", "),
                 others(changed.len(), "are")
             )));
         }
@@ -359,9 +398,37 @@ mod tests {
         let refused = place.refused(&inputs);
         assert!(refused.contains("a.srt is the result of") && !refused.contains("b.srt"), "{refused}");
         assert!(
-            refused.contains("--field), and so are 2 other files; give another --output-dir"),
+            refused.contains("by its time of change, and so are 2 other files; give another --output-dir"),
             "{refused}"
         );
+    }
+
+    #[test]
+    fn the_result_of_another_path_is_a_collision_that_names_both_inputs() {
+        let place = Place::new(&[]);
+        for day in ["monday", "tuesday"] {
+            fs::create_dir(place.folder.path().join(day)).unwrap();
+            let file = File::create(place.folder.path().join(day).join("a.mp3")).unwrap();
+            file.set_modified(std::time::UNIX_EPOCH).unwrap();
+        }
+        let open = |path: &str| {
+            let input = InputFile { result: "a.srt".into(), ..place.input(path) };
+            Folder::open(&place.subs(), &[input])
+        };
+        let mut open_monday = open("monday/a.mp3").unwrap();
+        open_monday.folder.write(&line("a.srt", &json!("one"))).unwrap();
+        drop(open_monday);
+        assert_eq!(open("tuesday/../monday/a.mp3").unwrap().done, 1, "the same file under another name");
+        let refused = open("tuesday/a.mp3").err().unwrap().to_string();
+        let monday = fs::canonicalize(place.folder.path().join("monday/a.mp3")).unwrap();
+        assert!(refused.contains(&format!("a.srt is the result of {}", monday.display())), "{refused}");
+        assert!(refused.contains("tuesday/a.mp3; give another --output-dir"), "{refused}");
+        // An older list has no paths, so that the inputs are compared as before.
+        let list = fs::read_to_string(place.subs().join(LIST)).unwrap();
+        let mut entry: Map<String, Json> = serde_json::from_str(&list).unwrap();
+        entry.remove("path").unwrap();
+        fs::write(place.subs().join(LIST), format!("{}\n", Json::Object(entry))).unwrap();
+        assert_eq!(open("tuesday/a.mp3").unwrap().done, 1);
     }
 
     #[test]
