@@ -25,6 +25,7 @@ use super::FileError;
 use super::input::InputDigest;
 use super::lines::MAX_LINE;
 use super::matrix::read_dimensions;
+use super::quotes::Quotes;
 use super::resume::{RequestId, ResumePoint};
 use super::rows::{InputRow, Rows, ends_with};
 use crate::client::whole_file::begin_beside;
@@ -38,6 +39,8 @@ const BATCH_ROWS: usize = 1;
 const MAX_COLUMNS: usize = 10_000;
 /// The largest number of bytes of a CSV file's header.
 const MAX_HEADER: u64 = 1 << 20;
+/// Bytes of a file that are read at once for its digest: 64 KiB.
+const READ_BYTES: usize = 64 << 10;
 /// Bytes of a row group of a file, which the writer holds in memory: 32 MiB.
 const ROW_GROUP_BYTES: usize = 32 << 20;
 /// The column with the vectors, and the one that says why a row has none.
@@ -114,6 +117,10 @@ impl Table {
         let place = |name: &String, is_id: bool| {
             let index = schema.fields().iter().position(|field| field.name() == name);
             let index = index.ok_or_else(|| refused(format!("has no column {name:?}, only {}", names())))?;
+            let count = schema.fields().iter().filter(|field| field.name() == name).count();
+            if count > 1 {
+                return Err(refused(format!("has {count} columns {name:?}; rename all but one")));
+            }
             let data_type = schema.field(index).data_type();
             let inner = if let DataType::Dictionary(_, values) = data_type { values } else { data_type };
             match inner {
@@ -147,10 +154,27 @@ impl Table {
     }
 
     /// The digest of the table's bytes, and of how its rows become requests. The number of rows is left 0.
+    ///
+    /// # Errors
+    /// The file system's, or a quote of a CSV file takes in rows after its own.
     fn digest(&self) -> Result<InputDigest, FileError> {
-        let mut sha256 = Sha256::new();
-        let mut file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
-        let bytes = io::copy(&mut file, &mut sha256).map_err(FileError::at(self.path.display()))?;
+        let refused = |problem: String| FileError::Refused(format!("{}: {problem}", self.path.display()));
+        let (mut sha256, mut bytes) = (Sha256::new(), 0);
+        let mut quotes = (!ends_with(&self.path, "parquet")).then(Quotes::new);
+        let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
+        let mut reader = BufReader::with_capacity(READ_BYTES, file);
+        loop {
+            let piece = reader.fill_buf().map_err(FileError::at(self.path.display()))?;
+            if piece.is_empty() {
+                break;
+            }
+            sha256.update(piece);
+            quotes.iter_mut().try_for_each(|quotes| quotes.read(piece)).map_err(refused)?;
+            let read = piece.len();
+            bytes += read as u64;
+            reader.consume(read);
+        }
+        quotes.iter().try_for_each(Quotes::end).map_err(refused)?;
         // Another column of the same table is another input.
         sha256.update(format!("\0{}\0{}", self.column, self.url));
         if self.id_column.is_some() || !self.fields.is_empty() {
@@ -491,6 +515,27 @@ mod tests {
         assert_eq!(rows.changed().unwrap(), None);
         fs::write(&table.path, format!("{CSV}10,four\n")).unwrap();
         assert!(rows.changed().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_quote_that_is_not_closed_and_a_column_of_the_same_name_are_refused() {
+        let place = Place::new();
+        let refused = |content: &str| {
+            fs::write(place.path("t.csv"), content).unwrap();
+            let table = Table { id_column: Some("number".to_owned()), ..place.table("t.csv", "text") };
+            table.find(&place.path("none"), usize::MAX).unwrap_err().to_string()
+        };
+        let unclosed = refused("number,text\n1,one\n2,\"two\n3,three\n4,four\n");
+        assert!(
+            unclosed.contains("t.csv: the quote that opens a cell in line 3 is not closed"),
+            "{unclosed}"
+        );
+        let twice = refused("number,text,more,text\n1,one,x,two\n");
+        assert!(twice.ends_with("t.csv: has 2 columns \"text\"; rename all but one"), "{twice}");
+        let twice = refused("number,text,number\n1,one,2\n");
+        assert!(twice.ends_with("has 2 columns \"number\"; rename all but one"), "{twice}");
+        fs::write(place.path("t.csv"), "text,more,more\none,1,2\n").unwrap();
+        assert_eq!(place.table("t.csv", "text").find(&place.path("none"), usize::MAX).unwrap().total, 1);
     }
 
     #[test]
