@@ -109,7 +109,7 @@ fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
     assert_eq!(reply["language"], "de");
     assert!(run(&german).stderr.contains("all 1 lines are answered already"));
     for (fields, words) in [
-        (&["language=fr"][..], "as it was before (of another size, time of change, URL or --field)"),
+        (&["language=fr"][..], "as it was before: --field language was \"de\", and is \"fr\""),
         (&["language=fr", "language=de"], "--field language is given twice"),
         (&["response_format=srt"], "response_format asks for .srt"),
         (&["language"], "expected NAME=VALUE"),
@@ -220,11 +220,43 @@ fn vectors_are_a_matrix_in_the_order_of_the_rows_and_failed_rows_are_nan() {
     assert!(again.starts_with(&ids[..keep]) && again.lines().count() == 42, "{again}");
     let ended = vectors(&rig, "x.npy");
     assert!(ended.stderr.contains("all 42 lines are answered already"), "{}", ended.stderr);
+    // A matrix without its lines is not replaced.
+    let kept = fs::read(rig.path("x.ids.jsonl")).unwrap();
+    fs::remove_file(rig.path("x.ids.jsonl")).unwrap();
+    let ended = vectors(&rig, "x.npy");
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("x.ids.jsonl is missing, which tells what the 42 rows of"),
+        "{}",
+        ended.stderr
+    );
+    assert!(fs::read(rig.path("x.npy")).unwrap() == matrix && !rig.path("x.ids.jsonl").exists());
+    fs::write(rig.path("x.ids.jsonl"), kept).unwrap();
     // Another matrix of this name is not replaced.
     fs::remove_file(rig.path("x.npy.run.json")).unwrap();
     let ended = vectors(&rig, "x.npy");
     assert_eq!(ended.code, Some(64), "{}", ended.stderr);
     assert!(ended.stderr.contains("x.npy exists, and was not written here"), "{}", ended.stderr);
+}
+
+#[test]
+fn texts_that_were_cut_are_counted_at_the_end_and_in_the_report() {
+    let long = "text ".repeat(200);
+    let lines = [json!("short"), json!(long), json!([long, "short", long])];
+    let lines = lines.into_iter().enumerate();
+    let rig =
+        Rig::new(&lines.map(|(n, input)| line(&n.to_string(), json!({"input": input}))).collect::<Vec<_>>());
+    let mut command = rig.command(&["--devices", "cpu", "--json"]);
+    command.arg("--model").arg(fixture("tiny-bert-max"));
+    let ended = rig.start_command(command).wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("3 texts were longer than the model takes, and were cut\n"),
+        "{}",
+        ended.stderr
+    );
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!(report["truncated"], 3, "{report}");
 }
 
 #[cfg(feature = "tables")]
@@ -249,8 +281,12 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
     assert_eq!(run("t.csv", "one.npy", &words).code, Some(0));
     assert_eq!(run("t.parquet", "two.npy", &words).code, Some(0));
     assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("two.npy")).unwrap());
+    fs::write(rig.path("open.csv"), "number,words\n1,one\n2,\"two\n3,three\n").unwrap();
+    fs::write(rig.path("twice.csv"), "words,words\none,two\n").unwrap();
     for (input, output, column, problem) in [
         ("t.csv", "x.npy", &[][..], "--column must name the column"),
+        ("open.csv", "x.npy", &words, "the quote that opens a cell in line 3 is not closed"),
+        ("twice.csv", "x.npy", &words, "has 2 columns \"words\""),
         ("t.csv", "x.npy", &["--column", "text"], "no column \"text\", only number, words"),
         ("t.parquet", "x.parquet", &words, "has a column \"embedding\""),
     ] {
