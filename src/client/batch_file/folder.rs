@@ -95,11 +95,32 @@ impl InputStamp {
 pub struct Folder {
     path: PathBuf,
     list: Claimed,
-    /// The inputs of the files to write, by the files' names.
-    inputs: HashMap<String, (FileFormat, InputStamp)>,
-    remarks: Vec<String>,
+    /// The files to write, by their names.
+    results: HashMap<String, Pending>,
+    /// In the order of the first file of each. Bound: [`MAX_REMARKS`].
+    remarks: Vec<Remark>,
+    /// The places in `remarks`, by the messages.
+    by_message: HashMap<String, usize>,
     /// Messages for which `remarks` had no room.
     more_remarks: usize,
+}
+
+/// A file to write.
+#[derive(Debug)]
+struct Pending {
+    format: FileFormat,
+    stamp: InputStamp,
+    /// Its input as the command names it.
+    input: String,
+}
+
+/// A message of one or more files.
+#[derive(Debug)]
+struct Remark {
+    message: String,
+    /// The first input that it is about.
+    first: String,
+    count: usize,
 }
 
 /// A folder, and the inputs whose results are not in it yet.
@@ -166,7 +187,9 @@ impl Folder {
             match written.get(&input.result) {
                 _ if !is_there => {
                     left.push(input.clone());
-                    by_name.insert(input.result.clone(), (input.format, stamp));
+                    let shown = input.path.display().to_string();
+                    let pending = Pending { format: input.format, stamp, input: shown };
+                    by_name.insert(input.result.clone(), pending);
                 }
                 Some(earlier) => match earlier.other_path(&stamp) {
                     Some(other) => {
@@ -207,7 +230,8 @@ impl Folder {
         let done = inputs.len() - left.len();
         let results = written.keys().filter(|name| path.join(name).exists()).count();
         let path = path.to_owned();
-        let folder = Self { path, list, inputs: by_name, remarks: Vec::new(), more_remarks: 0 };
+        let (remarks, by_message) = (Vec::new(), HashMap::new());
+        let folder = Self { path, list, results: by_name, remarks, by_message, more_remarks: 0 };
         Ok(OpenFolder { folder, left, done, results })
     }
 
@@ -225,16 +249,16 @@ impl Folder {
         let name = parsed.custom_id.clone().unwrap_or_default();
         let Some(body) = parsed.result() else {
             if let Some(OutputError { code, message }) = read_output(line)?.error {
-                self.remark(&format!("{name}: {code}: {message}"));
+                self.remark(&name, &format!("{code}: {message}"));
             }
             return Ok(None);
         };
         if let Some(notes) = parsed.response.as_ref().and_then(|response| response.notes) {
-            self.remark(&format!("{name}: {}", notes.get()));
+            self.remark(&name, notes.get());
         }
         let failed = self.write_result(&name, body)?;
         if let Some(OutputError { code, message }) = &failed {
-            self.remark(&format!("{name}: {code}: {message}"));
+            self.remark(&name, &format!("{code}: {message}"));
         }
         Ok(failed)
     }
@@ -243,7 +267,7 @@ impl Folder {
         let failed = |code: &str, message: String| Ok(Some(OutputError { code: code.to_owned(), message }));
         let path = self.path.join(name);
         let appeared = || format!("{} has appeared since the run began, and stays", path.display());
-        let Some((format, stamp)) = self.inputs.get(name) else { return Ok(None) };
+        let Some(Pending { format, stamp, .. }) = self.results.get(name) else { return Ok(None) };
         let content = match format.content_of(body) {
             Ok(content) => content,
             Err(message) => return failed("wrong_format", message),
@@ -261,21 +285,32 @@ impl Folder {
         }
     }
 
-    /// Keeps a message for the end of the run.
-    fn remark(&mut self, message: &str) {
-        if self.remarks.len() < MAX_REMARKS {
-            // It is from outside and may be printed to a terminal.
-            let message = message.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-            self.remarks.push(message);
+    /// Keeps a message about the input of the result `name` for the end of the run.
+    fn remark(&mut self, name: &str, message: &str) {
+        // It is from outside and may be printed to a terminal.
+        let printable =
+            |text: &str| text.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
+        let message = printable(message);
+        if let Some(index) = self.by_message.get(&message) {
+            self.remarks[*index].count += 1;
+        } else if self.remarks.len() < MAX_REMARKS {
+            let first = printable(self.results.get(name).map_or(name, |pending| &pending.input));
+            self.by_message.insert(message.clone(), self.remarks.len());
+            self.remarks.push(Remark { message, first, count: 1 });
         } else {
             self.more_remarks += 1;
         }
     }
 
-    /// What is to be said of the files: why some were not written, and what replies say of their results.
+    /// What is to be said of the files: why some were not written, and what replies say of their results. What is said of
+    /// several files is one line with their number.
     pub(super) fn remarks(&self) -> Vec<String> {
         let more = (self.more_remarks > 0).then(|| format!("and {} more messages", self.more_remarks));
-        self.remarks.iter().cloned().chain(more).collect()
+        let line = |Remark { message, first, count }: &Remark| match count {
+            1 => format!("{first}: {message}"),
+            count => format!("{count:>8} × {message}, first of {first}"),
+        };
+        self.remarks.iter().map(line).chain(more).collect()
     }
 
     /// Lets the folder stay, even if nothing was written.
@@ -429,6 +464,27 @@ mod tests {
         entry.remove("path").unwrap();
         fs::write(place.subs().join(LIST), format!("{}\n", Json::Object(entry))).unwrap();
         assert_eq!(open("tuesday/a.mp3").unwrap().done, 1);
+    }
+
+    #[test]
+    fn equal_errors_are_one_line_and_name_the_input() {
+        let names: Vec<String> = (0..30).map(|number| format!("{number}.mp3")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let place = Place::new(&names);
+        let mut open = place.open(&names).unwrap();
+        let error = |message: &str| json!({"error": {"message": message}});
+        for number in 0..30 {
+            let response = json!({"status_code": 400, "request_id": "1", "body": error("no field x\u{1b}")});
+            let line =
+                json!({"id": "1", "custom_id": format!("{number}.srt"), "response": response, "error": null});
+            open.folder.write(line.to_string().as_bytes()).unwrap();
+        }
+        open.folder.write(&line("7.srt", &json!({"text": "two"}))).unwrap().unwrap();
+        let (first, seventh) = (place.folder.path().join("0.mp3"), place.folder.path().join("7.mp3"));
+        let remarks = open.folder.remarks();
+        assert_eq!(remarks[0], format!("      30 × 400: no field x , first of {}", first.display()));
+        assert!(remarks[1].starts_with(&format!("{}: wrong_format: ", seventh.display())), "{remarks:?}");
+        assert_eq!(remarks.len(), 2);
     }
 
     #[test]
