@@ -37,7 +37,7 @@ fn each_recording_gets_its_subtitles_and_a_later_run_makes_only_what_is_missing(
     let all = ["one.mp3", "episode 2.flac", "broken.wav"];
     let ended = run(&rig, &all, &["--format", "srt"]);
     assert_eq!(ended.code, Some(87), "{}", ended.stderr);
-    assert!(ended.stderr.contains("broken.srt: 400: "), "{}", ended.stderr);
+    assert!(ended.stderr.contains("broken.wav: 400: "), "{}", ended.stderr);
     assert_eq!(ended.stderr.matches("400").count(), 1, "an error is told once: {}", ended.stderr);
     let subs = rig.path("subs");
     let written = [".sconce.files.jsonl", ".sconce.files.jsonl.run.json", "episode 2.srt", "one.srt"];
@@ -122,12 +122,12 @@ fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
     let ended = run(&["langage=de"]);
     assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     assert!(ended.stderr.contains("did you mean language?"), "{}", ended.stderr);
-    let lines = rig.run_echo(&["--field", "a=1"]);
-    assert!(
-        lines.code == Some(64) && lines.stderr.contains("has its own URL and fields"),
-        "{}",
-        lines.stderr
-    );
+    for flags in [["--field", "a=1"], ["--id-column", "id"]] {
+        let lines = rig.run_echo(&flags);
+        assert_eq!(lines.code, Some(64), "{}", lines.stderr);
+        assert!(lines.stderr.contains("--id-column, --url and --field apply to .csv"), "{}", lines.stderr);
+        assert!(lines.stderr.contains("has its own URL and fields"), "{}", lines.stderr);
+    }
 }
 
 #[test]
@@ -296,6 +296,12 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
         let parts = ["x.npy", "x.ids.jsonl", "x.npy.run.json", "x.parquet.part", "x.parquet.ids.jsonl"];
         assert!(parts.iter().all(|name| !rig.path(name).exists()));
     }
+    fs::write(rig.path("none.csv"), "number,words\n").unwrap();
+    let ended = run("none.csv", "none.parquet", &words);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("none.parquet is not written: no row has a vector"), "{}", ended.stderr);
+    let left: Vec<_> = names(rig.path("none.csv").parent().unwrap());
+    assert_eq!(left.iter().filter(|name| name.starts_with("none.")).collect::<Vec<_>>(), ["none.csv"]);
     let ended = run("t.csv", "ids.npy", &["--column", "words", "--id-column", "number"]);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let ids = fs::read_to_string(rig.path("ids.ids.jsonl")).unwrap();

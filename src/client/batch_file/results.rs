@@ -384,6 +384,9 @@ impl Results {
             Self::Lines(file) => file.keep(),
             Self::Matrix(matrix) => matrix.keep(),
             #[cfg(feature = "tables")]
+            // Without rows there is nothing to continue.
+            Self::Parquet(parts) if parts.0.rows() == 0 => {}
+            #[cfg(feature = "tables")]
             Self::Parquet(parts) => parts.0.keep(),
             #[cfg(feature = "tables")]
             Self::Finished => {}

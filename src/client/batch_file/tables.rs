@@ -76,6 +76,12 @@ impl Table {
         let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
         if ends_with(&self.path, "parquet") {
             let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| refused(&error))?;
+            let chunks = builder.metadata().row_groups().iter().flat_map(|group| group.columns());
+            if let Some(codec) = chunks.map(|chunk| chunk.compression()).find_map(unread_codec) {
+                let path = self.path.display();
+                let problem = format!("{path} is compressed with {codec}; Snappy and zstd are read");
+                return Err(FileError::Refused(problem));
+            }
             let schema = builder.schema().clone();
             let mask = match only {
                 Some(columns) => ProjectionMask::roots(builder.parquet_schema(), columns.iter().copied()),
@@ -225,6 +231,15 @@ impl Table {
         body.add_fields(&self.fields)?;
         Ok(body)
     }
+}
+
+/// The name of a compression that this program does not read.
+fn unread_codec(compression: Compression) -> Option<String> {
+    if matches!(compression, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::ZSTD(_)) {
+        return None;
+    }
+    // The level is behind the name.
+    compression.to_string().split('(').next().map(str::to_ascii_lowercase)
 }
 
 /// Length and time of the last change.
@@ -600,6 +615,20 @@ mod tests {
         // Its columns leave no room for those of another output.
         let join = Join { table: Some(table), ..join };
         assert!(join.check().unwrap_err().to_string().contains("has a column \"embedding\""));
+    }
+
+    #[test]
+    fn a_compression_that_is_not_read_is_named() {
+        for (compression, expected) in [
+            (Compression::GZIP(Default::default()), Some("gzip")),
+            (Compression::BROTLI(Default::default()), Some("brotli")),
+            (Compression::LZ4_RAW, Some("lz4_raw")),
+            (Compression::SNAPPY, None),
+            (Compression::ZSTD(Default::default()), None),
+            (Compression::UNCOMPRESSED, None),
+        ] {
+            assert_eq!(unread_codec(compression).as_deref(), expected);
+        }
     }
 
     #[test]

@@ -82,7 +82,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let total = point.total;
     if point.done == total {
         results.sync(true).context("the output")?;
-        return already_complete(arguments, &pool_names, &point);
+        return already_complete(arguments, &pool_names, &point, &results.remarks());
     }
 
     remove_leftovers(&std::env::temp_dir());
@@ -231,12 +231,20 @@ fn is_dead(socket: &Path) -> bool {
 }
 
 /// Reports an output whose lines are all answered already.
-fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> anyhow::Result<Exit> {
+fn already_complete(
+    arguments: &RunBatch,
+    pools: &str,
+    point: &ResumePoint,
+    remarks: &[String],
+) -> anyhow::Result<Exit> {
     if arguments.json {
         print_report(&mut Tally::default(), pools, 0, &point.errors)?;
     }
     let (lines, errors) = (point.total, point.errors.total());
     let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
+    for remark in remarks {
+        let _ = writeln!(summary, "{remark}");
+    }
     summary += &batch_errors::summary(&point.errors);
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
