@@ -308,6 +308,10 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
     let last: Value = serde_json::from_str(ids.lines().last().unwrap()).unwrap();
     assert_eq!(last["custom_id"], "049");
     assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("ids.npy")).unwrap());
+    let ended = run("t.csv", "t.parquet", &["--column", "number"]);
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    let difference = "made with --column \"words\"; this run has --column \"number\": give another";
+    assert!(ended.stderr.contains(difference), "{}", ended.stderr);
     fs::remove_file(rig.path("t.parquet")).unwrap();
     let ended = run("t.csv", "t.parquet", &words);
     assert_eq!(ended.code, Some(64), "{}", ended.stderr);

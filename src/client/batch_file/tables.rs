@@ -186,7 +186,12 @@ impl Table {
         if self.id_column.is_some() || !self.fields.is_empty() {
             sha256.update(json!([self.id_column, self.fields]).to_string());
         }
-        Ok(InputDigest { lines: 0, bytes, sha256: format!("{:x}", sha256.finalize()) })
+        let flags = [("--column", Some(&self.column)), ("--id-column", self.id_column.as_ref())];
+        let flags = flags.into_iter().chain([("--url", Some(&self.url))]);
+        let flags = flags.filter_map(|(flag, value)| Some((flag.to_owned(), Json::from(value?.as_str()))));
+        let fields = self.fields.iter().map(|(name, value)| (format!("--field {name}"), value.clone()));
+        let (sha256, parameters) = (format!("{:x}", sha256.finalize()), Some(flags.chain(fields).collect()));
+        Ok(InputDigest { lines: 0, bytes, sha256, parameters })
     }
 
     /// The rows after the first `done`.
@@ -524,6 +529,15 @@ mod tests {
             (empty.custom_id.as_deref(), empty.problem == "the cell in column \"text\" is empty"),
             (Some("2"), true)
         );
+        let fields = Map::from_iter([("prompt_name".to_owned(), "query".into())]);
+        let other = input_of(&Table { fields, column: "number".to_owned(), ..table.clone() }).unwrap();
+        let (then, now) = digest.differences(&other);
+        assert_eq!(then, "--column \"text\", no --field prompt_name");
+        assert_eq!(now, "--column \"number\", --field prompt_name \"query\"");
+        // A record of an older version has no flags.
+        let older = InputDigest { parameters: None, ..digest.clone() };
+        assert_eq!(older, digest);
+        assert!(older.differences(&other).0.starts_with("an input of 3 lines"));
         let missing = input_of(&place.table("t.csv", "txt")).unwrap_err().to_string();
         assert!(missing.contains("no column \"txt\", only number, text"), "{missing}");
         let mut rows = table.rows_after(0).unwrap();
