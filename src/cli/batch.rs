@@ -31,7 +31,7 @@ pub struct BatchFiles {
     #[arg(long, value_name = "NAME", conflicts_with = "files")]
     pub column: Option<String>,
     /// The column of a table with the ids of its rows, which the output repeats; by default they are numbered from 0
-    #[arg(long, value_name = "NAME", requires = "column")]
+    #[arg(long, value_name = "NAME", conflicts_with = "files")]
     pub id_column: Option<String>,
     /// A field of each request for a file or a row of a table, such as language=en, voice=heart or top_k=3; may be repeated. VALUE
     /// is JSON, or else a text

@@ -117,7 +117,7 @@ The data comes over the broker, as for `sconce ctl stats`."
     /// Show the pool's dead letters, requeue or delete them
     #[command(subcommand, after_help = dead::EXAMPLES)]
     Dead(Dead),
-    /// Run a file of tasks, or a folder of recordings, images or texts, through the same workers without a broker
+    /// Run a file of tasks, or recordings, images or texts, a file each, through the same workers without a broker
     #[command(after_help = "Examples:
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2
   sconce run-batch -i requests.jsonl -o vectors.npy --model ./all-MiniLM-L6-v2

@@ -27,6 +27,15 @@ pub(crate) struct Answer<'a> {
     pub(crate) generated: Option<u64>,
     /// Milliseconds of the sound that was transcribed or spoken; none if there was none.
     pub(crate) audio_ms: Option<u64>,
+    /// Texts of the task that were cut.
+    pub(crate) truncated: u64,
+}
+
+/// The number of texts that were cut for a reply, because they are longer than the model takes.
+pub(crate) fn truncated_in(reply: &Message) -> u64 {
+    let count = reply.properties.headers.get("truncated").and_then(Value::as_i64);
+    // Whoever answers writes it.
+    count.and_then(|count| count.try_into().ok()).unwrap_or(0)
 }
 
 /// A forward pass.
@@ -66,6 +75,7 @@ impl<'a> Answer<'a> {
             tokens: usage.total_tokens,
             generated: usage.completion_tokens,
             audio_ms: number(headers, "audio_ms").filter(|_| is_result).map(|ms| ms as u64),
+            truncated: truncated_in(reply),
         }
     }
 

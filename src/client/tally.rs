@@ -21,6 +21,7 @@ pub(crate) struct Tally {
     devices: BTreeMap<String, u64>,
     dtypes: BTreeMap<String, u64>,
     model: String,
+    truncated: u64,
     batches: Batches,
 }
 
@@ -43,6 +44,7 @@ impl Default for Tally {
             devices: BTreeMap::new(),
             dtypes: BTreeMap::new(),
             model: String::new(),
+            truncated: 0,
             batches: Batches::default(),
         }
     }
@@ -67,6 +69,7 @@ impl Tally {
             .map_or(0.0, |[_queue, prepare, wait_for_batch, compute]| prepare + wait_for_batch + compute);
         let delivered = at.saturating_sub(Duration::from_secs_f64(worker_ms / 1e3));
         self.began = Some(self.began.map_or(delivered, |earliest| earliest.min(delivered)));
+        self.truncated = self.truncated.saturating_add(answer.truncated);
         self.replies.count(inputs, at, answer);
         *self.devices.entry(answer.device.to_owned()).or_default() += lines;
         *self.dtypes.entry(answer.dtype.to_owned()).or_default() += lines;
@@ -79,6 +82,11 @@ impl Tally {
             self.batches.inputs += share * batch.inputs;
             self.batches.tokens += share * batch.tokens;
         }
+    }
+
+    /// The texts that were cut in this run.
+    pub(crate) fn truncated(&self) -> u64 {
+        self.truncated
     }
 
     /// The tasks that each worker has answered.
@@ -100,6 +108,7 @@ impl Tally {
             errors,
             errors_in_output: output_errors.total(),
             commonest_errors: output_errors.commonest(),
+            truncated: self.truncated,
             devices: self.devices.clone(),
             dtypes: self.dtypes.clone(),
             inputs: replies.inputs,
@@ -134,6 +143,8 @@ pub(crate) struct Report {
     errors_in_output: u64,
     /// The commonest of these errors.
     commonest_errors: Vec<CommonError>,
+    /// Texts that were cut in this run, because they are longer than the model takes.
+    truncated: u64,
     /// Number of lines that each device has answered, by its name in the reply.
     devices: BTreeMap<String, u64>,
     /// Number of lines that were answered in each number format, by its name in the reply.
@@ -212,10 +223,12 @@ mod tests {
         for (at, audio_ms) in [(9_300, 1_250), (9_500, 2_000)] {
             let mut reply = reply("a");
             reply.properties.headers.insert("audio_ms".into(), audio_ms.into());
+            reply.properties.headers.insert("truncated".into(), 2.into());
             tally.count_at(Duration::from_millis(at), 1, 1, &Answer::of(&reply));
         }
         let report = serde_json::to_value(tally.report("speech", 0, &ErrorCounts::default())).unwrap();
         assert_eq!(report["seconds"], 0.5);
+        assert_eq!((&report["truncated"], tally.truncated()), (&4.into(), 4));
         assert_eq!(report["audio"], serde_json::json!({"seconds": 3.25, "times_real_time": 6.5}));
     }
 

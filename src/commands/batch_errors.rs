@@ -1,5 +1,5 @@
-//! For `submit` and `run-batch`: formats the commonest errors of a batch's output, and chooses the exit code once all
-//! rows are answered. Owns no state.
+//! For `submit` and `run-batch`: formats the commonest errors of a batch's output and the number of texts that were cut,
+//! and chooses the exit code once all rows are answered. Owns no state.
 
 use std::fmt::Write as _;
 
@@ -27,6 +27,15 @@ pub(super) fn summary(errors: &ErrorCounts) -> String {
         let _ = writeln!(summary, "{others:>8} × other errors");
     }
     summary
+}
+
+/// A line that says how many texts were cut in this run. Empty if there were none.
+pub(super) fn of_truncated(count: u64) -> String {
+    match count {
+        0 => String::new(),
+        1 => "1 text was longer than the model takes, and was cut\n".to_owned(),
+        count => format!("{count} texts were longer than the model takes, and were cut\n"),
+    }
 }
 
 #[cfg(test)]

@@ -165,10 +165,10 @@ const FILE_TYPES: [(&str, &str); 8] = [
     ("webp", "image/webp"),
 ];
 
-/// What a batch reads and writes. Files are sent to the first of these pools that takes them.
+/// What a batch reads and writes. A file is sent to the pool that takes it.
 ///
 /// # Errors
-/// Arguments are missing, or no pool takes a file.
+/// Arguments are missing, or no pool or several ones take a file.
 pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Registry) -> anyhow::Result<Batch> {
     let BatchFiles { input, output, files, output_dir, format, column, id_column, field, url } = arguments;
     let fields = fields_of(field)?;
@@ -221,7 +221,7 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
     }
     if column.is_some() || id_column.is_some() || url.is_some() || !fields.is_empty() {
         bail!(
-            "--column, --url and --field apply to .csv and .parquet files, and the last two to files with --output-dir; \
+            "--column, --id-column, --url and --field apply to .csv and .parquet files, and the last two to files with --output-dir; \
              a line of JSON has its own URL and fields"
         );
     }
@@ -271,21 +271,30 @@ fn url_for(
     pools: &[Pool],
     registry: &Registry,
 ) -> anyhow::Result<String> {
+    let quoted =
+        |pools: &[&Pool]| pools.iter().map(|pool| format!("{:?}", pool.name)).collect::<Vec<_>>().join(", ");
+    let only = |takers: &[&Pool]| match takers.len() {
+        0 | 1 => Ok(()),
+        _ => Err(anyhow!("the pools {} take it: choose one with --pool", quoted(takers))),
+    };
     if let Some(url) = url {
+        only(&pools.iter().filter(|pool| registry.answers(pool, url)).collect::<Vec<_>>())?;
         return Ok(url.to_owned());
     }
-    let routes: Vec<_> = pools.iter().filter_map(|pool| registry.route(pool)).collect();
-    let takes = |route: &&&Route| match media_type {
+    let routes: Vec<_> = pools.iter().filter_map(|pool| Some((pool, registry.route(pool)?))).collect();
+    let takes = |route: &Route| match media_type {
         Some(media_type) => route.takes(media_type),
         // A model that embeds images takes texts too.
         None => route.media_types == [JSON] || route.url == embeddings::URL,
     };
-    if let Some(route) = routes.iter().find(takes).filter(|route| route.url != Route::ANY) {
+    let takers: Vec<_> = routes.iter().filter(|(_, route)| takes(route)).collect();
+    if let Some((_, route)) = takers.first().filter(|(_, route)| route.url != Route::ANY) {
+        only(&takers.iter().map(|(pool, _)| *pool).collect::<Vec<_>>())?;
         return Ok(route.url.to_owned());
     }
     let what = media_type.unwrap_or("text");
-    let names = pools.iter().map(|pool| format!("{:?}", pool.name)).collect::<Vec<_>>().join(", ");
-    if routes.len() < pools.len() || routes.iter().any(|route| route.url == Route::ANY) {
+    let names = quoted(&pools.iter().collect::<Vec<_>>());
+    if routes.len() < pools.len() || routes.iter().any(|(_, route)| route.url == Route::ANY) {
         bail!("the model of pool {names} is not on this host, or is not built in: give --url");
     }
     bail!("no pool takes such a file ({what}): {names}");

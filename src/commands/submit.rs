@@ -240,6 +240,7 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     if !job.names_errors() {
         summary += &batch_errors::summary(errors);
     }
+    summary += &batch_errors::of_truncated(job.truncated());
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(

@@ -75,6 +75,30 @@ fn each_line_goes_to_the_pool_that_answers_its_url() {
 }
 
 #[test]
+fn a_file_that_several_pools_take_needs_the_name_of_one() {
+    let rig = Rig::new(&[]);
+    std::fs::write(rig.path("a.txt"), "a").unwrap();
+    let run = |models: &[(&str, &str)], flags: &[&str]| {
+        let mut command = rig.bare_command();
+        command.args(["--config", &pools(&rig, models), "--format", "json", "--output-dir"]);
+        command.arg(rig.path("results")).arg(rig.path("a.txt")).args(flags);
+        rig.start_command(command).wait()
+    };
+    let two = [("one", "tiny-bert-cls"), ("two", "tiny-bert-cls"), ("images", "tiny-vit")];
+    for flags in [&[][..], &["--url", "/v1/embeddings"]] {
+        let ended = run(&two, flags);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        let words = "the pools \"one\", \"two\" take it: choose one with --pool";
+        assert!(ended.stderr.contains(words) && !rig.path("results").exists(), "{}", ended.stderr);
+    }
+    for (models, flags) in [(&two[..], &["--pool", "two"][..]), (&two[1..], &[])] {
+        let ended = run(models, flags);
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        std::fs::remove_dir_all(rig.path("results")).unwrap();
+    }
+}
+
+#[test]
 fn only_the_named_pools_run_and_flags_are_of_one() {
     let rig = Rig::new(&lines()[..2]);
     let file = pools(&rig, &ALL);

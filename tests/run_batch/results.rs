@@ -37,7 +37,7 @@ fn each_recording_gets_its_subtitles_and_a_later_run_makes_only_what_is_missing(
     let all = ["one.mp3", "episode 2.flac", "broken.wav"];
     let ended = run(&rig, &all, &["--format", "srt"]);
     assert_eq!(ended.code, Some(87), "{}", ended.stderr);
-    assert!(ended.stderr.contains("broken.srt: 400: "), "{}", ended.stderr);
+    assert!(ended.stderr.contains("broken.wav: 400: "), "{}", ended.stderr);
     assert_eq!(ended.stderr.matches("400").count(), 1, "an error is told once: {}", ended.stderr);
     let subs = rig.path("subs");
     let written = [".sconce.files.jsonl", ".sconce.files.jsonl.run.json", "episode 2.srt", "one.srt"];
@@ -109,7 +109,7 @@ fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
     assert_eq!(reply["language"], "de");
     assert!(run(&german).stderr.contains("all 1 lines are answered already"));
     for (fields, words) in [
-        (&["language=fr"][..], "as it was before (of another size, time of change, URL or --field)"),
+        (&["language=fr"][..], "as it was before: --field language was \"de\", and is \"fr\""),
         (&["language=fr", "language=de"], "--field language is given twice"),
         (&["response_format=srt"], "response_format asks for .srt"),
         (&["language"], "expected NAME=VALUE"),
@@ -122,12 +122,12 @@ fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
     let ended = run(&["langage=de"]);
     assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     assert!(ended.stderr.contains("did you mean language?"), "{}", ended.stderr);
-    let lines = rig.run_echo(&["--field", "a=1"]);
-    assert!(
-        lines.code == Some(64) && lines.stderr.contains("has its own URL and fields"),
-        "{}",
-        lines.stderr
-    );
+    for flags in [["--field", "a=1"], ["--id-column", "id"]] {
+        let lines = rig.run_echo(&flags);
+        assert_eq!(lines.code, Some(64), "{}", lines.stderr);
+        assert!(lines.stderr.contains("--id-column, --url and --field apply to .csv"), "{}", lines.stderr);
+        assert!(lines.stderr.contains("has its own URL and fields"), "{}", lines.stderr);
+    }
 }
 
 #[test]
@@ -220,11 +220,43 @@ fn vectors_are_a_matrix_in_the_order_of_the_rows_and_failed_rows_are_nan() {
     assert!(again.starts_with(&ids[..keep]) && again.lines().count() == 42, "{again}");
     let ended = vectors(&rig, "x.npy");
     assert!(ended.stderr.contains("all 42 lines are answered already"), "{}", ended.stderr);
+    // A matrix without its lines is not replaced.
+    let kept = fs::read(rig.path("x.ids.jsonl")).unwrap();
+    fs::remove_file(rig.path("x.ids.jsonl")).unwrap();
+    let ended = vectors(&rig, "x.npy");
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("x.ids.jsonl is missing, which tells what the 42 rows of"),
+        "{}",
+        ended.stderr
+    );
+    assert!(fs::read(rig.path("x.npy")).unwrap() == matrix && !rig.path("x.ids.jsonl").exists());
+    fs::write(rig.path("x.ids.jsonl"), kept).unwrap();
     // Another matrix of this name is not replaced.
     fs::remove_file(rig.path("x.npy.run.json")).unwrap();
     let ended = vectors(&rig, "x.npy");
     assert_eq!(ended.code, Some(64), "{}", ended.stderr);
     assert!(ended.stderr.contains("x.npy exists, and was not written here"), "{}", ended.stderr);
+}
+
+#[test]
+fn texts_that_were_cut_are_counted_at_the_end_and_in_the_report() {
+    let long = "text ".repeat(200);
+    let lines = [json!("short"), json!(long), json!([long, "short", long])];
+    let lines = lines.into_iter().enumerate();
+    let rig =
+        Rig::new(&lines.map(|(n, input)| line(&n.to_string(), json!({"input": input}))).collect::<Vec<_>>());
+    let mut command = rig.command(&["--devices", "cpu", "--json"]);
+    command.arg("--model").arg(fixture("tiny-bert-max"));
+    let ended = rig.start_command(command).wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("3 texts were longer than the model takes, and were cut\n"),
+        "{}",
+        ended.stderr
+    );
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!(report["truncated"], 3, "{report}");
 }
 
 #[cfg(feature = "tables")]
@@ -249,8 +281,12 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
     assert_eq!(run("t.csv", "one.npy", &words).code, Some(0));
     assert_eq!(run("t.parquet", "two.npy", &words).code, Some(0));
     assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("two.npy")).unwrap());
+    fs::write(rig.path("open.csv"), "number,words\n1,one\n2,\"two\n3,three\n").unwrap();
+    fs::write(rig.path("twice.csv"), "words,words\none,two\n").unwrap();
     for (input, output, column, problem) in [
         ("t.csv", "x.npy", &[][..], "--column must name the column"),
+        ("open.csv", "x.npy", &words, "the quote that opens a cell in line 3 is not closed"),
+        ("twice.csv", "x.npy", &words, "has 2 columns \"words\""),
         ("t.csv", "x.npy", &["--column", "text"], "no column \"text\", only number, words"),
         ("t.parquet", "x.parquet", &words, "has a column \"embedding\""),
     ] {
@@ -260,12 +296,22 @@ fn a_table_is_answered_row_by_row_and_its_columns_stay_beside_the_vectors() {
         let parts = ["x.npy", "x.ids.jsonl", "x.npy.run.json", "x.parquet.part", "x.parquet.ids.jsonl"];
         assert!(parts.iter().all(|name| !rig.path(name).exists()));
     }
+    fs::write(rig.path("none.csv"), "number,words\n").unwrap();
+    let ended = run("none.csv", "none.parquet", &words);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("none.parquet is not written: no row has a vector"), "{}", ended.stderr);
+    let left: Vec<_> = names(rig.path("none.csv").parent().unwrap());
+    assert_eq!(left.iter().filter(|name| name.starts_with("none.")).collect::<Vec<_>>(), ["none.csv"]);
     let ended = run("t.csv", "ids.npy", &["--column", "words", "--id-column", "number"]);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let ids = fs::read_to_string(rig.path("ids.ids.jsonl")).unwrap();
     let last: Value = serde_json::from_str(ids.lines().last().unwrap()).unwrap();
     assert_eq!(last["custom_id"], "049");
     assert!(fs::read(rig.path("one.npy")).unwrap() == fs::read(rig.path("ids.npy")).unwrap());
+    let ended = run("t.csv", "t.parquet", &["--column", "number"]);
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    let difference = "made with --column \"words\"; this run has --column \"number\": give another";
+    assert!(ended.stderr.contains(difference), "{}", ended.stderr);
     fs::remove_file(rig.path("t.parquet")).unwrap();
     let ended = run("t.csv", "t.parquet", &words);
     assert_eq!(ended.code, Some(64), "{}", ended.stderr);

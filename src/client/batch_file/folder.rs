@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value as Json};
 
 use super::FileError;
+use super::fields::field_differences;
 use super::record::record_path;
 use super::resume::{Claimed, claim};
 use super::rows::InputFile;
@@ -37,6 +38,10 @@ struct Written {
 /// What tells an input from another one of the same name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct InputStamp {
+    /// Its path, absolute and without links. None in lists of older versions, which did not write it: such an input is
+    /// known by the other fields alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    path: Option<String>,
     url: String,
     /// In bytes.
     size: u64,
@@ -57,8 +62,31 @@ impl InputStamp {
         let nanoseconds =
             metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
         let modified = metadata.is_file().then_some(nanoseconds);
+        // A device may have no path without links.
+        let path = fs::canonicalize(&input.path).or_else(|_| std::path::absolute(&input.path))?;
         let (url, fields) = (input.url.clone(), input.fields.clone());
-        Ok(Self { url, size: metadata.len(), modified, fields })
+        let path = Some(path.to_string_lossy().into_owned());
+        Ok(Self { path, url, size: metadata.len(), modified, fields })
+    }
+
+    /// The path of this input, if it is not that of the other one.
+    fn other_path(&self, other: &Self) -> Option<&str> {
+        self.path.as_deref().filter(|path| other.path.as_deref().is_some_and(|other| other != *path))
+    }
+
+    /// What differs between this input and the same one as it is now; empty if nothing does.
+    fn differences(&self, now: &Self) -> Vec<String> {
+        let mut differences = Vec::new();
+        if self.size != now.size {
+            differences.push(format!("it had {} bytes, and has {}", self.size, now.size));
+        } else if self.modified != now.modified || now.modified.is_none() {
+            differences.push("it may have changed since, by its time of change".to_owned());
+        }
+        if self.url != now.url {
+            differences.push(format!("it was sent to {}, and would be to {}", self.url, now.url));
+        }
+        differences.extend(field_differences(&self.fields, &now.fields));
+        differences
     }
 }
 
@@ -67,11 +95,32 @@ impl InputStamp {
 pub struct Folder {
     path: PathBuf,
     list: Claimed,
-    /// The inputs of the files to write, by the files' names.
-    inputs: HashMap<String, (FileFormat, InputStamp)>,
-    remarks: Vec<String>,
+    /// The files to write, by their names.
+    results: HashMap<String, Pending>,
+    /// In the order of the first file of each. Bound: [`MAX_REMARKS`].
+    remarks: Vec<Remark>,
+    /// The places in `remarks`, by the messages.
+    by_message: HashMap<String, usize>,
     /// Messages for which `remarks` had no room.
     more_remarks: usize,
+}
+
+/// A file to write.
+#[derive(Debug)]
+struct Pending {
+    format: FileFormat,
+    stamp: InputStamp,
+    /// Its input as the command names it.
+    input: String,
+}
+
+/// A message of one or more files.
+#[derive(Debug)]
+struct Remark {
+    message: String,
+    /// The first input that it is about.
+    first: String,
+    count: usize,
 }
 
 /// A folder, and the inputs whose results are not in it yet.
@@ -131,17 +180,28 @@ impl Folder {
         }
         let written = read_list(&mut list, &list_path)?;
         let (mut left, mut by_name) = (Vec::new(), HashMap::new());
-        let (mut changed, mut foreign) = (Vec::new(), Vec::new());
+        let (mut changed, mut foreign, mut collisions) = (Vec::new(), Vec::new(), Vec::new());
         for (input, stamp) in inputs.iter().zip(stamps) {
             let result = path.join(&input.result);
             let is_there = result.symlink_metadata().is_ok() && !is_special(&result);
             match written.get(&input.result) {
                 _ if !is_there => {
                     left.push(input.clone());
-                    by_name.insert(input.result.clone(), (input.format, stamp));
+                    let shown = input.path.display().to_string();
+                    let pending = Pending { format: input.format, stamp, input: shown };
+                    by_name.insert(input.result.clone(), pending);
                 }
-                Some(earlier) if *earlier == stamp && stamp.modified.is_some() => {}
-                Some(_) => changed.push((result, &input.path)),
+                Some(earlier) => match earlier.other_path(&stamp) {
+                    Some(other) => {
+                        let (result, input) = (result.display(), input.path.display());
+                        collisions
+                            .push(format!("{result} is the result of {other}, and would be that of {input}"));
+                    }
+                    None => match earlier.differences(&stamp) {
+                        differences if differences.is_empty() => {}
+                        differences => changed.push((result, &input.path, differences)),
+                    },
+                },
                 None => foreign.push(result),
             }
         }
@@ -156,19 +216,22 @@ impl Folder {
                 others(foreign.len(), "do")
             )));
         }
-        if let Some((result, input)) = changed.first() {
+        refuse(&collisions, "; give another --output-dir, or remove these results if the inputs were moved")?;
+        if let Some((result, input, differences)) = changed.first() {
             return Err(FileError::Refused(format!(
-                "{} is the result of {} as it was before (of another size, time of change, URL or --field){}; give another \
-                 --output-dir, or remove these results to make them again",
+                "{} is the result of {} as it was before: {}{}; give another --output-dir, or remove these results to make \
+                 them again",
                 result.display(),
                 input.display(),
+                differences.join(", "),
                 others(changed.len(), "are")
             )));
         }
         let done = inputs.len() - left.len();
         let results = written.keys().filter(|name| path.join(name).exists()).count();
         let path = path.to_owned();
-        let folder = Self { path, list, inputs: by_name, remarks: Vec::new(), more_remarks: 0 };
+        let (remarks, by_message) = (Vec::new(), HashMap::new());
+        let folder = Self { path, list, results: by_name, remarks, by_message, more_remarks: 0 };
         Ok(OpenFolder { folder, left, done, results })
     }
 
@@ -186,16 +249,16 @@ impl Folder {
         let name = parsed.custom_id.clone().unwrap_or_default();
         let Some(body) = parsed.result() else {
             if let Some(OutputError { code, message }) = read_output(line)?.error {
-                self.remark(&format!("{name}: {code}: {message}"));
+                self.remark(&name, &format!("{code}: {message}"));
             }
             return Ok(None);
         };
         if let Some(notes) = parsed.response.as_ref().and_then(|response| response.notes) {
-            self.remark(&format!("{name}: {}", notes.get()));
+            self.remark(&name, notes.get());
         }
         let failed = self.write_result(&name, body)?;
         if let Some(OutputError { code, message }) = &failed {
-            self.remark(&format!("{name}: {code}: {message}"));
+            self.remark(&name, &format!("{code}: {message}"));
         }
         Ok(failed)
     }
@@ -204,7 +267,7 @@ impl Folder {
         let failed = |code: &str, message: String| Ok(Some(OutputError { code: code.to_owned(), message }));
         let path = self.path.join(name);
         let appeared = || format!("{} has appeared since the run began, and stays", path.display());
-        let Some((format, stamp)) = self.inputs.get(name) else { return Ok(None) };
+        let Some(Pending { format, stamp, .. }) = self.results.get(name) else { return Ok(None) };
         let content = match format.content_of(body) {
             Ok(content) => content,
             Err(message) => return failed("wrong_format", message),
@@ -222,21 +285,32 @@ impl Folder {
         }
     }
 
-    /// Keeps a message for the end of the run.
-    fn remark(&mut self, message: &str) {
-        if self.remarks.len() < MAX_REMARKS {
-            // It is from outside and may be printed to a terminal.
-            let message = message.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-            self.remarks.push(message);
+    /// Keeps a message about the input of the result `name` for the end of the run.
+    fn remark(&mut self, name: &str, message: &str) {
+        // It is from outside and may be printed to a terminal.
+        let printable =
+            |text: &str| text.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
+        let message = printable(message);
+        if let Some(index) = self.by_message.get(&message) {
+            self.remarks[*index].count += 1;
+        } else if self.remarks.len() < MAX_REMARKS {
+            let first = printable(self.results.get(name).map_or(name, |pending| &pending.input));
+            self.by_message.insert(message.clone(), self.remarks.len());
+            self.remarks.push(Remark { message, first, count: 1 });
         } else {
             self.more_remarks += 1;
         }
     }
 
-    /// What is to be said of the files: why some were not written, and what replies say of their results.
+    /// What is to be said of the files: why some were not written, and what replies say of their results. What is said of
+    /// several files is one line with their number.
     pub(super) fn remarks(&self) -> Vec<String> {
         let more = (self.more_remarks > 0).then(|| format!("and {} more messages", self.more_remarks));
-        self.remarks.iter().cloned().chain(more).collect()
+        let line = |Remark { message, first, count }: &Remark| match count {
+            1 => format!("{first}: {message}"),
+            count => format!("{count:>8} × {message}, first of {first}"),
+        };
+        self.remarks.iter().map(line).chain(more).collect()
     }
 
     /// Lets the folder stay, even if nothing was written.
@@ -359,9 +433,58 @@ mod tests {
         let refused = place.refused(&inputs);
         assert!(refused.contains("a.srt is the result of") && !refused.contains("b.srt"), "{refused}");
         assert!(
-            refused.contains("--field), and so are 2 other files; give another --output-dir"),
+            refused.contains("by its time of change, and so are 2 other files; give another --output-dir"),
             "{refused}"
         );
+    }
+
+    #[test]
+    fn the_result_of_another_path_is_a_collision_that_names_both_inputs() {
+        let place = Place::new(&[]);
+        for day in ["monday", "tuesday"] {
+            fs::create_dir(place.folder.path().join(day)).unwrap();
+            let file = File::create(place.folder.path().join(day).join("a.mp3")).unwrap();
+            file.set_modified(std::time::UNIX_EPOCH).unwrap();
+        }
+        let open = |path: &str| {
+            let input = InputFile { result: "a.srt".into(), ..place.input(path) };
+            Folder::open(&place.subs(), &[input])
+        };
+        let mut open_monday = open("monday/a.mp3").unwrap();
+        open_monday.folder.write(&line("a.srt", &json!("one"))).unwrap();
+        drop(open_monday);
+        assert_eq!(open("tuesday/../monday/a.mp3").unwrap().done, 1, "the same file under another name");
+        let refused = open("tuesday/a.mp3").err().unwrap().to_string();
+        let monday = fs::canonicalize(place.folder.path().join("monday/a.mp3")).unwrap();
+        assert!(refused.contains(&format!("a.srt is the result of {}", monday.display())), "{refused}");
+        assert!(refused.contains("tuesday/a.mp3; give another --output-dir"), "{refused}");
+        // An older list has no paths, so that the inputs are compared as before.
+        let list = fs::read_to_string(place.subs().join(LIST)).unwrap();
+        let mut entry: Map<String, Json> = serde_json::from_str(&list).unwrap();
+        entry.remove("path").unwrap();
+        fs::write(place.subs().join(LIST), format!("{}\n", Json::Object(entry))).unwrap();
+        assert_eq!(open("tuesday/a.mp3").unwrap().done, 1);
+    }
+
+    #[test]
+    fn equal_errors_are_one_line_and_name_the_input() {
+        let names: Vec<String> = (0..30).map(|number| format!("{number}.mp3")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let place = Place::new(&names);
+        let mut open = place.open(&names).unwrap();
+        let error = |message: &str| json!({"error": {"message": message}});
+        for number in 0..30 {
+            let response = json!({"status_code": 400, "request_id": "1", "body": error("no field x\u{1b}")});
+            let line =
+                json!({"id": "1", "custom_id": format!("{number}.srt"), "response": response, "error": null});
+            open.folder.write(line.to_string().as_bytes()).unwrap();
+        }
+        open.folder.write(&line("7.srt", &json!({"text": "two"}))).unwrap().unwrap();
+        let (first, seventh) = (place.folder.path().join("0.mp3"), place.folder.path().join("7.mp3"));
+        let remarks = open.folder.remarks();
+        assert_eq!(remarks[0], format!("      30 × 400: no field x , first of {}", first.display()));
+        assert!(remarks[1].starts_with(&format!("{}: wrong_format: ", seventh.display())), "{remarks:?}");
+        assert_eq!(remarks.len(), 2);
     }
 
     #[test]

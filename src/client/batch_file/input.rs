@@ -8,19 +8,54 @@ use std::io::{self, BufReader, Read};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
 use sha2::{Digest as _, Sha256};
 
 use super::lines::{InputLine, InputLines};
 
-/// Identifies an input by its content.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Identifies an input by its content, and by how it becomes requests.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct InputDigest {
     /// Number of requests: lines that are not blank.
     pub lines: usize,
     /// Size of all files in bytes, with the newlines added between them.
     pub bytes: u64,
-    /// SHA-256 of these bytes, 64 hex digits.
+    /// SHA-256 of these bytes and of `parameters`, 64 hex digits.
     pub sha256: String,
+    /// The flags that make requests of a table, for errors. None for lines, and in records of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parameters: Option<Map<String, Json>>,
+}
+
+/// Compares without `parameters`, which `sha256` covers and older records do not have.
+impl PartialEq for InputDigest {
+    fn eq(&self, other: &Self) -> bool {
+        (self.lines, self.bytes, &self.sha256) == (other.lines, other.bytes, &other.sha256)
+    }
+}
+
+impl Eq for InputDigest {}
+
+impl InputDigest {
+    /// What differs between this input and the one of another run: what was there, and what is there now. If only the flags
+    /// are known to differ, these are named.
+    pub fn differences(&self, now: &Self) -> (String, String) {
+        let inputs = || (format!("an input of {self}"), format!("an input of {now}"));
+        let (Some(old), Some(new)) = (&self.parameters, &now.parameters) else { return inputs() };
+        if old == new || (self.lines, self.bytes) != (now.lines, now.bytes) {
+            return inputs();
+        }
+        let names = old.keys().chain(new.keys().filter(|name| !old.contains_key(*name)));
+        let names: Vec<_> = names.filter(|name| old.get(*name) != new.get(*name)).collect();
+        let shown = |flags: &Map<String, Json>| {
+            let flag = |name: &&String| match flags.get(*name) {
+                Some(value) => format!("{name} {value}"),
+                None => format!("no {name}"),
+            };
+            names.iter().map(flag).collect::<Vec<_>>().join(", ")
+        };
+        (shown(old), shown(new))
+    }
 }
 
 impl fmt::Display for InputDigest {
@@ -113,7 +148,8 @@ impl HashedLines {
     /// The digest of the bytes read so far, which is that of the whole input once all lines are read.
     pub fn digest(&self) -> InputDigest {
         let Hashing { bytes, sha256, .. } = self.lines.get_ref().get_ref();
-        InputDigest { lines: self.count, bytes: *bytes, sha256: format!("{:x}", sha256.clone().finalize()) }
+        let sha256 = format!("{:x}", sha256.clone().finalize());
+        InputDigest { lines: self.count, bytes: *bytes, sha256, parameters: None }
     }
 }
 

@@ -207,6 +207,12 @@ impl Matrix {
         self.dimensions.is_some()
     }
 
+    /// The number of rows written so far.
+    #[cfg(feature = "tables")]
+    pub(super) fn rows(&self) -> u64 {
+        self.rows
+    }
+
     /// Writes the shape of the rows written so far, and flushes both files to the disk.
     ///
     /// # Errors

@@ -5,11 +5,14 @@
 use std::io;
 
 mod errors;
+mod fields;
 mod folder;
 mod ids;
 mod input;
 mod lines;
 mod matrix;
+#[cfg(feature = "tables")]
+mod quotes;
 mod record;
 mod results;
 mod resume;

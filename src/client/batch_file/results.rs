@@ -233,8 +233,16 @@ fn open_single_output<E: From<FileError>>(
     let (matrix, record) = (form.matrix(output), record_path(output));
     let (lines, most) = match &matrix {
         Some(matrix) => {
-            let rows = rows_on_disk(matrix, &record)?;
-            (ids_path(matrix), rows.map_or(usize::MAX, |rows| rows as usize))
+            let (rows, ids) = (rows_on_disk(matrix, &record)?, ids_path(matrix));
+            if rows.is_some_and(|rows| rows > 0) && !ids.exists() {
+                let (ids, matrix, rows) = (ids.display(), matrix.display(), rows.unwrap_or(0));
+                let problem = format!(
+                    "{ids} is missing, which tells what the {rows} rows of {matrix} are; put it back, or remove {matrix} to \
+                     compute them again"
+                );
+                return Err(FileError::Refused(problem).into());
+            }
+            (ids, rows.map_or(usize::MAX, |rows| rows as usize))
         }
         None => (output.to_owned(), usize::MAX),
     };
@@ -375,6 +383,9 @@ impl Results {
         match self {
             Self::Lines(file) => file.keep(),
             Self::Matrix(matrix) => matrix.keep(),
+            #[cfg(feature = "tables")]
+            // Without rows there is nothing to continue.
+            Self::Parquet(parts) if parts.0.rows() == 0 => {}
             #[cfg(feature = "tables")]
             Self::Parquet(parts) => parts.0.keep(),
             #[cfg(feature = "tables")]

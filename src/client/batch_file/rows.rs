@@ -81,10 +81,8 @@ pub struct InputFile {
 
 impl InputFile {
     fn request(&self) -> Result<BatchRequest, InvalidLine> {
-        let invalid = |problem: String| InvalidLine {
-            custom_id: Some(self.result.clone()),
-            problem: format!("{}: {problem}", self.path.display()),
-        };
+        // The folder of the results names the file.
+        let invalid = |problem: String| InvalidLine { custom_id: Some(self.result.clone()), problem };
         let bytes = read_at_most(&self.path, self.max_bytes).map_err(|error| invalid(error.to_string()))?;
         let body = self.body(bytes).map_err(invalid)?;
         Ok(BatchRequest { custom_id: self.result.clone(), url: self.url.clone(), body })
@@ -187,7 +185,7 @@ mod tests {
         let small = InputFile { max_bytes: 2, ..recording.clone() };
         let error = small.request().unwrap_err();
         assert!(
-            error.problem.contains("a.mp3: the file has more than 2 bytes") && error.custom_id.is_some(),
+            error.problem.contains("the file has more than 2 bytes") && error.custom_id.is_some(),
             "{error}"
         );
         fs::write(&path, "Hello \u{fc}.\n").unwrap();

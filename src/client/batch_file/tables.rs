@@ -25,6 +25,7 @@ use super::FileError;
 use super::input::InputDigest;
 use super::lines::MAX_LINE;
 use super::matrix::read_dimensions;
+use super::quotes::Quotes;
 use super::resume::{RequestId, ResumePoint};
 use super::rows::{InputRow, Rows, ends_with};
 use crate::client::whole_file::begin_beside;
@@ -38,6 +39,8 @@ const BATCH_ROWS: usize = 1;
 const MAX_COLUMNS: usize = 10_000;
 /// The largest number of bytes of a CSV file's header.
 const MAX_HEADER: u64 = 1 << 20;
+/// Bytes of a file that are read at once for its digest: 64 KiB.
+const READ_BYTES: usize = 64 << 10;
 /// Bytes of a row group of a file, which the writer holds in memory: 32 MiB.
 const ROW_GROUP_BYTES: usize = 32 << 20;
 /// The column with the vectors, and the one that says why a row has none.
@@ -73,6 +76,12 @@ impl Table {
         let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
         if ends_with(&self.path, "parquet") {
             let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| refused(&error))?;
+            let chunks = builder.metadata().row_groups().iter().flat_map(|group| group.columns());
+            if let Some(codec) = chunks.map(|chunk| chunk.compression()).find_map(unread_codec) {
+                let path = self.path.display();
+                let problem = format!("{path} is compressed with {codec}; Snappy and zstd are read");
+                return Err(FileError::Refused(problem));
+            }
             let schema = builder.schema().clone();
             let mask = match only {
                 Some(columns) => ProjectionMask::roots(builder.parquet_schema(), columns.iter().copied()),
@@ -114,6 +123,10 @@ impl Table {
         let place = |name: &String, is_id: bool| {
             let index = schema.fields().iter().position(|field| field.name() == name);
             let index = index.ok_or_else(|| refused(format!("has no column {name:?}, only {}", names())))?;
+            let count = schema.fields().iter().filter(|field| field.name() == name).count();
+            if count > 1 {
+                return Err(refused(format!("has {count} columns {name:?}; rename all but one")));
+            }
             let data_type = schema.field(index).data_type();
             let inner = if let DataType::Dictionary(_, values) = data_type { values } else { data_type };
             match inner {
@@ -147,16 +160,38 @@ impl Table {
     }
 
     /// The digest of the table's bytes, and of how its rows become requests. The number of rows is left 0.
+    ///
+    /// # Errors
+    /// The file system's, or a quote of a CSV file takes in rows after its own.
     fn digest(&self) -> Result<InputDigest, FileError> {
-        let mut sha256 = Sha256::new();
-        let mut file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
-        let bytes = io::copy(&mut file, &mut sha256).map_err(FileError::at(self.path.display()))?;
+        let refused = |problem: String| FileError::Refused(format!("{}: {problem}", self.path.display()));
+        let (mut sha256, mut bytes) = (Sha256::new(), 0);
+        let mut quotes = (!ends_with(&self.path, "parquet")).then(Quotes::new);
+        let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
+        let mut reader = BufReader::with_capacity(READ_BYTES, file);
+        loop {
+            let piece = reader.fill_buf().map_err(FileError::at(self.path.display()))?;
+            if piece.is_empty() {
+                break;
+            }
+            sha256.update(piece);
+            quotes.iter_mut().try_for_each(|quotes| quotes.read(piece)).map_err(refused)?;
+            let read = piece.len();
+            bytes += read as u64;
+            reader.consume(read);
+        }
+        quotes.iter().try_for_each(Quotes::end).map_err(refused)?;
         // Another column of the same table is another input.
         sha256.update(format!("\0{}\0{}", self.column, self.url));
         if self.id_column.is_some() || !self.fields.is_empty() {
             sha256.update(json!([self.id_column, self.fields]).to_string());
         }
-        Ok(InputDigest { lines: 0, bytes, sha256: format!("{:x}", sha256.finalize()) })
+        let flags = [("--column", Some(&self.column)), ("--id-column", self.id_column.as_ref())];
+        let flags = flags.into_iter().chain([("--url", Some(&self.url))]);
+        let flags = flags.filter_map(|(flag, value)| Some((flag.to_owned(), Json::from(value?.as_str()))));
+        let fields = self.fields.iter().map(|(name, value)| (format!("--field {name}"), value.clone()));
+        let (sha256, parameters) = (format!("{:x}", sha256.finalize()), Some(flags.chain(fields).collect()));
+        Ok(InputDigest { lines: 0, bytes, sha256, parameters })
     }
 
     /// The rows after the first `done`.
@@ -201,6 +236,15 @@ impl Table {
         body.add_fields(&self.fields)?;
         Ok(body)
     }
+}
+
+/// The name of a compression that this program does not read.
+fn unread_codec(compression: Compression) -> Option<String> {
+    if matches!(compression, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::ZSTD(_)) {
+        return None;
+    }
+    // The level is behind the name.
+    compression.to_string().split('(').next().map(str::to_ascii_lowercase)
 }
 
 /// Length and time of the last change.
@@ -485,12 +529,42 @@ mod tests {
             (empty.custom_id.as_deref(), empty.problem == "the cell in column \"text\" is empty"),
             (Some("2"), true)
         );
+        let fields = Map::from_iter([("prompt_name".to_owned(), "query".into())]);
+        let other = input_of(&Table { fields, column: "number".to_owned(), ..table.clone() }).unwrap();
+        let (then, now) = digest.differences(&other);
+        assert_eq!(then, "--column \"text\", no --field prompt_name");
+        assert_eq!(now, "--column \"number\", --field prompt_name \"query\"");
+        // A record of an older version has no flags.
+        let older = InputDigest { parameters: None, ..digest.clone() };
+        assert_eq!(older, digest);
+        assert!(older.differences(&other).0.starts_with("an input of 3 lines"));
         let missing = input_of(&place.table("t.csv", "txt")).unwrap_err().to_string();
         assert!(missing.contains("no column \"txt\", only number, text"), "{missing}");
         let mut rows = table.rows_after(0).unwrap();
         assert_eq!(rows.changed().unwrap(), None);
         fs::write(&table.path, format!("{CSV}10,four\n")).unwrap();
         assert!(rows.changed().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_quote_that_is_not_closed_and_a_column_of_the_same_name_are_refused() {
+        let place = Place::new();
+        let refused = |content: &str| {
+            fs::write(place.path("t.csv"), content).unwrap();
+            let table = Table { id_column: Some("number".to_owned()), ..place.table("t.csv", "text") };
+            table.find(&place.path("none"), usize::MAX).unwrap_err().to_string()
+        };
+        let unclosed = refused("number,text\n1,one\n2,\"two\n3,three\n4,four\n");
+        assert!(
+            unclosed.contains("t.csv: the quote that opens a cell in line 3 is not closed"),
+            "{unclosed}"
+        );
+        let twice = refused("number,text,more,text\n1,one,x,two\n");
+        assert!(twice.ends_with("t.csv: has 2 columns \"text\"; rename all but one"), "{twice}");
+        let twice = refused("number,text,number\n1,one,2\n");
+        assert!(twice.ends_with("has 2 columns \"number\"; rename all but one"), "{twice}");
+        fs::write(place.path("t.csv"), "text,more,more\none,1,2\n").unwrap();
+        assert_eq!(place.table("t.csv", "text").find(&place.path("none"), usize::MAX).unwrap().total, 1);
     }
 
     #[test]
@@ -555,6 +629,20 @@ mod tests {
         // Its columns leave no room for those of another output.
         let join = Join { table: Some(table), ..join };
         assert!(join.check().unwrap_err().to_string().contains("has a column \"embedding\""));
+    }
+
+    #[test]
+    fn a_compression_that_is_not_read_is_named() {
+        for (compression, expected) in [
+            (Compression::GZIP(Default::default()), Some("gzip")),
+            (Compression::BROTLI(Default::default()), Some("brotli")),
+            (Compression::LZ4_RAW, Some("lz4_raw")),
+            (Compression::SNAPPY, None),
+            (Compression::ZSTD(Default::default()), None),
+            (Compression::UNCOMPRESSED, None),
+        ] {
+            assert_eq!(unread_codec(compression).as_deref(), expected);
+        }
     }
 
     #[test]

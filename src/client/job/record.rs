@@ -38,13 +38,15 @@ impl Record {
             Some(digest) => format!("an input of {digest}"),
             None => "standard input".to_owned(),
         };
+        let (then, now) = match (&earlier.input, &self.input) {
+            (Some(then), Some(now)) if then != now => then.differences(now),
+            _ => (input(&earlier), input(self)),
+        };
         if (&earlier.input, &earlier.queue) != (&self.input, &self.queue) || self.input.is_none() {
             return Err(FileError::Refused(format!(
-                "the output was made from {} through {:?}; this run has {} and {:?}: give another output file, or \
+                "the output was made from {then} through {:?}; this run has {now} and {:?}: give another output file, or \
                  remove {} and {shown}",
-                input(&earlier),
                 earlier.queue,
-                input(self),
                 self.queue,
                 output.display()
             )));
@@ -58,7 +60,8 @@ mod tests {
     use super::*;
 
     fn record() -> Record {
-        let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
+        let input =
+            InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4), parameters: None };
         Record { queue: "sconce.tasks".into(), input: Some(input) }
     }
 

@@ -279,6 +279,11 @@ impl Job {
         self.tally.report(pool, self.errors, &self.output_errors)
     }
 
+    /// The texts that were cut in this run.
+    pub(crate) fn truncated(&self) -> u64 {
+        self.tally.truncated()
+    }
+
     /// What is to be said of single results that are in no output line.
     pub(crate) fn remarks(&self) -> Vec<String> {
         self.ordered.remarks()

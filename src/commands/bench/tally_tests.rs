@@ -23,6 +23,7 @@ fn good(worker: &str) -> Answer<'_> {
         tokens: Some(10),
         generated: None,
         audio_ms: None,
+        truncated: 0,
     }
 }
 
@@ -39,6 +40,7 @@ fn bad(status_code: Option<i64>) -> Answer<'static> {
         tokens: None,
         generated: None,
         audio_ms: None,
+        truncated: 0,
     }
 }
 

@@ -33,7 +33,7 @@ use super::show::Show;
 use super::{Registry, batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
-use crate::client::answer::Answer;
+use crate::client::answer::{Answer, truncated_in};
 use crate::client::batch_file::{
     Batch, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
 };
@@ -82,7 +82,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let total = point.total;
     if point.done == total {
         results.sync(true).context("the output")?;
-        return already_complete(arguments, &pool_names, &point);
+        return already_complete(arguments, &pool_names, &point, &results.remarks());
     }
 
     remove_leftovers(&std::env::temp_dir());
@@ -107,6 +107,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         done: point.done,
         errors: 0,
         all_errors: point.errors.clone(),
+        truncated: 0,
         tally: arguments.json.then(Tally::default),
         show: arguments.show.then(|| Show::new(io::stdout())),
         repeated_ids: None,
@@ -230,12 +231,20 @@ fn is_dead(socket: &Path) -> bool {
 }
 
 /// Reports an output whose lines are all answered already.
-fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> anyhow::Result<Exit> {
+fn already_complete(
+    arguments: &RunBatch,
+    pools: &str,
+    point: &ResumePoint,
+    remarks: &[String],
+) -> anyhow::Result<Exit> {
     if arguments.json {
         print_report(&mut Tally::default(), pools, 0, &point.errors)?;
     }
     let (lines, errors) = (point.total, point.errors.total());
     let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
+    for remark in remarks {
+        let _ = writeln!(summary, "{remark}");
+    }
     summary += &batch_errors::summary(&point.errors);
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
@@ -259,6 +268,7 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     if !output.results.names_errors() {
         summary += &batch_errors::summary(all_errors);
     }
+    summary += &batch_errors::of_truncated(output.truncated);
     if let Some(repeated) = &output.repeated_ids {
         let _ = writeln!(summary, "warning: {repeated}");
     }
@@ -483,6 +493,8 @@ struct Output {
     errors: u64,
     /// The errors of the whole output, including those of earlier runs.
     all_errors: ErrorCounts,
+    /// Texts that were cut in this run.
+    truncated: u64,
     /// The counts for the report, if one is requested.
     tally: Option<Tally>,
     /// Writes the texts of answers to stdout, if that is requested.
@@ -532,6 +544,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
                 if let Some(tally) = &mut output.tally {
                     tally.count(1, inputs, &Answer::of(&reply));
                 }
+                output.truncated = output.truncated.saturating_add(truncated_in(&reply));
                 let properties = &reply.properties;
                 let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
                 let status = status.unwrap_or(500) as u16;

@@ -110,8 +110,9 @@ impl Provenance {
             }
         }
         if self.input != new.input {
-            old_values.push(format!("an input of {}", self.input));
-            new_values.push(format!("an input of {}", new.input));
+            let (then, now) = self.input.differences(&new.input);
+            old_values.push(then);
+            new_values.push(now);
         }
         (!old_values.is_empty()).then(|| (old_values.join(", "), new_values.join(", ")))
     }
@@ -207,7 +208,8 @@ mod tests {
     use super::*;
 
     fn run() -> Provenance {
-        let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
+        let input =
+            InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4), parameters: None };
         let settings = ReplySettings {
             dtype: "f32".to_owned(),
             max_inputs: 8,
