@@ -45,7 +45,7 @@ fn an_option_the_model_does_not_take_is_refused_before_anything_starts() {
         ("generate-llama", "sequences=0", "options.sequences = 0: expected a whole number from 1 to 4096"),
         ("generate-llama", "context=1000000", "which is the model's"),
         ("tiny-prompts", "prompt_name=qeury", "a prompt of the model; this model has"),
-        ("score-bert", "prompt_name=query", "this model takes max_seq_length"),
+        ("score-bert", "prompt_name=query", "this model takes `max_seq_length`"),
         ("score-bert", "max_seq_length=65", "max_seq_length"),
         ("tiny-vit", "max_pixels=many", "options.max_pixels = \"many\": expected a whole number, at least 1"),
     ];

@@ -254,17 +254,18 @@ impl Processor for TokenLabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = TokenLabelsRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
+        let items = mem::take(&mut request.texts);
+        let bytes: usize = items.iter().map(String::len).sum();
+        let further = FREE_WINDOW_TOKENS.max(bytes * WINDOW_TOKENS_PER_BYTE) / self.tokenizer.max_tokens();
+        let max_windows = self.max_inputs.min(items.len() + further);
         let reading = match request.stride {
             None => Reading::Cut,
             Some(stride) => {
                 self.tokenizer.check_stride(stride)?;
-                let max_windows = self.max_inputs.min(MAX_WINDOW_TOKENS / self.tokenizer.max_tokens()).max(1);
-                Reading::Windows { stride, max_windows }
+                let of_one_text = (MAX_WINDOW_TOKENS / self.tokenizer.max_tokens()).max(1);
+                Reading::Windows { stride, max_windows: max_windows.min(of_one_text) }
             }
         };
-        let items = mem::take(&mut request.texts);
-        let bytes: usize = items.iter().map(String::len).sum();
-        let further = FREE_WINDOW_TOKENS.max(bytes * WINDOW_TOKENS_PER_BYTE) / self.tokenizer.max_tokens();
         let is_long = request.stride.is_some() && items.iter().any(|text| text.len() > LONG_TEXT);
         let texts = Arc::new(Mutex::new(items.iter().map(|_| Text::default()).collect::<Vec<_>>()));
         let (strategy, ignored, is_list) = (request.strategy, request.ignored.clone(), request.is_list);
@@ -274,7 +275,7 @@ impl Processor for TokenLabelProcessor {
             request,
             reading,
             labels: self.labels.len(),
-            max_windows: self.max_inputs.min(items.len() + further),
+            max_windows,
             windows: AtomicUsize::new(0),
             numbers: AtomicUsize::new(0),
             texts: texts.clone(),
