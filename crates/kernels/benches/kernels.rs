@@ -37,7 +37,7 @@ fn noise(count: usize) -> Vec<f32> {
 fn norm() -> Norm {
     let mut rows = vec![0.0; 3 * HIDDEN];
     rows[HIDDEN..2 * HIDDEN].fill(1.0);
-    Norm { rows, eps: 1e-12 }
+    Norm { rows, eps: 1e-12, is_centred: true }
 }
 
 /// Computes as another kind of CPU if `CPU_FEATURES` names one, such as "avx2".

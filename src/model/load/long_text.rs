@@ -4,7 +4,7 @@
 /// Bytes of text that are tokenised at first for each token that fits: four times the bytes of a token of prose.
 const FIRST_BYTES: usize = 16;
 
-/// The most bytes of a text that are tokenised, unless [`MAX_BYTES_PER_TOKEN`] allows more.
+/// The most bytes of a text that are tokenised, unless it may have so many tokens that more are allowed.
 pub const MAX_BYTES: usize = 256 << 10;
 /// The most bytes of a text that are tokenised for each token that fits.
 const MAX_BYTES_PER_TOKEN: usize = 256;
