@@ -8,10 +8,9 @@ with RabbitMQ on the same cores. SHAPES: which of them, such as `qwen3,deberta`;
 
 import json
 import os
-import statistics
 
 from . import page, texts
-from .kinds import Kind, Place, replace
+from .kinds import Kind, Place, replace, rows_of
 from .rabbit import Rabbit
 from .scene import FOLDER, MODEL, SEED, pin, say
 
@@ -128,14 +127,9 @@ def main():
 
 
 def write(found, cores, rounds):
-    """The table: medians, and how many times a peer's rate ours is (the median of the rounds' ratios)."""
-    lines = ["| system | texts/s | ours, × |", "|---|---|---|"]
-    for name, rates in found.items():
-        ours = found[f"{name.split(':')[0]}: sconce over RabbitMQ"]
-        ratio = statistics.median(own / rate for own, rate in zip(ours, rates, strict=True))
-        lines.append(f"| {name} | {statistics.median(rates):.1f} | {ratio:.2f} |")
-    named = ",".join(map(str, cores))
-    lines += ["", f"Medians of {rounds} rounds in turns, cores {named}, RabbitMQ on them too. Random weights of the shapes of"]
+    """Puts the table into the page, with its conditions."""
+    lines = rows_of(found, "texts/s", cores, rounds)
+    lines += ["Random weights of the shapes of"]
     lines += ["Qwen3-Embedding-0.6B, DeBERTa-v3-base (vectors) and BERT-base with nine labels of tokens; texts of 35 tokens on"]
     lines += ["average, one a task."]
     table = "\n".join(lines)

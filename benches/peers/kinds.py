@@ -198,15 +198,21 @@ def main():
     write(found, cores, rounds)
 
 
-def write(found, cores, rounds):
-    """The table: medians, and how many times a peer's rate ours is (the median of the rounds' ratios)."""
-    lines = ["| system | a second | ours, × |", "|---|---|---|"]
+def rows_of(found, unit, cores, rounds):
+    """The lines of a table: medians, and how many times a peer's rate ours is (the median of the rounds' ratios)."""
+    lines = [f"| system | {unit} | ours, × |", "|---|---|---|"]
     for name, rates in found.items():
         ours = found[f"{name.split(':')[0]}: sconce over RabbitMQ"]
         ratio = statistics.median(own / rate for own, rate in zip(ours, rates, strict=True))
         lines.append(f"| {name} | {statistics.median(rates):.1f} | {ratio:.2f} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"Medians of {rounds} rounds in turns, cores {named}, RabbitMQ on them too. Photographs of about 400"]
+    return [*lines, "", f"Medians of {rounds} rounds in turns, cores {named}, RabbitMQ on them too."]
+
+
+def write(found, cores, rounds):
+    """Puts the table into the page, with its conditions."""
+    lines = rows_of(found, "a second", cores, rounds)
+    lines += ["Photographs of about 400"]
     lines += ["pixels as JPEG; decoding and resizing are within all figures. Requests of 20 documents, of 35 tokens each"]
     lines += ["on average; weights of MiniLM with a head of random numbers. CLIP has the size of ViT-B/32 and random"]
     lines += ["weights; its texts have ten words."]

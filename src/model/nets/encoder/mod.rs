@@ -199,10 +199,14 @@ impl TextNetwork {
 
     /// Computes the outputs of texts from their vectors. `lengths` are the numbers of tokens of the texts.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
-        // The pooled vectors are checked as well as the outputs: an activation can turn a number that is not finite
-        // into one that is.
-        let checks: Vec<_> =
-            vectors.iter().zip(lengths).map(|(it, length)| check_finite(it, *length)).collect();
+        // Where something follows, the vectors are checked as well as the outputs: an activation can turn a number that is
+        // not finite into one that is.
+        let are_outputs = self.modules.is_empty() && self.head.is_none();
+        let check = |(vector, length): (&Vec<f32>, &usize)| match are_outputs {
+            true => Ok(()),
+            false => check_finite(vector, *length),
+        };
+        let checks: Vec<_> = vectors.iter().zip(lengths).map(check).collect();
         let vectors = self.modules.iter().fold(vectors, |vectors, module| module.apply(vectors));
         let outputs = match (&self.head, &self.pooling) {
             (None, _) => vectors,
