@@ -156,8 +156,7 @@ section! {
         min_speed: f64 = 0.2, read::share;
         /// Unacknowledged messages that a worker holds, 1 to 2000. "auto": enough for two batches, judged by the
         /// tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four: another one is
-        /// queued on the device, and another one is being preprocessed or answered. If these take less than 2.5 s, up
-        /// to 64 messages are held for that time, so that a worker sees who waits behind a flood of slow tasks.
+        /// queued on the device, and another one is being preprocessed or answered.
         prefetch: Option<u16> = "auto", read::unless("auto", read::whole(PREFETCH));
         /// With prefetch = "auto": most bytes of task bodies that a worker holds, estimated from the size of
         /// recent messages. A worker begins with as many messages as fit if all have the largest size (max_body).

@@ -55,7 +55,7 @@ impl Pools {
     pub(super) fn start(threads: usize) -> io::Result<Self> {
         Ok(Self {
             preprocess: CpuPool::start("preprocess", threads)?,
-            slice_turns: Turns::new(u16::MAX, 2 * threads),
+            slice_turns: Turns::new(2 * threads),
             long: CpuPool::start("preprocess-long", 1)?,
             reply: CpuPool::start("reply", threads)?,
         })
@@ -66,7 +66,7 @@ impl Pools {
     pub(super) fn start_here() -> Self {
         Self {
             preprocess: CpuPool::start_here(),
-            slice_turns: Turns::new(u16::MAX, 2),
+            slice_turns: Turns::new(2),
             long: CpuPool::start_here(),
             reply: CpuPool::start_here(),
         }

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::{MissedTickBehavior, timeout};
+use tokio::time::timeout;
 
 use super::WorkerError;
 use super::cancellations::Waiting;
@@ -22,19 +22,12 @@ use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
-use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off_at, sentinel_time_left};
-use crate::protocol::{Incoming, MAX_HEADER_BYTES, Message, Properties, Task, Value, classify};
+use crate::protocol::task::{STOP, published, sentinel_is_expired};
+use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest time for which no task is put off for its place after a sentinel was put off. It lets the tasks before
-/// the sentinel end.
-const MAX_SUSPENSION: Duration = Duration::from_secs(10 * 60);
-/// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
-const FOREVER: Duration = Duration::from_secs(1 << 32);
-/// How often the places are reviewed while tasks hold more than three quarters of them.
-const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// How a worker ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,8 +70,7 @@ type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     consumers: Consumers<'a>,
-    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement and
-    /// the turns.
+    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement.
     granted: u16,
     stop: Stop,
     settings: LiveSettings,
@@ -150,9 +142,6 @@ impl<'a> Intake<'a> {
     }
 
     async fn work(mut self, faults: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
-        // One timer for the whole loop, so that frequent other events do not postpone a review.
-        let mut review = tokio::time::interval(REVIEW_INTERVAL);
-        review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let withdrawn = self.shared.withdrawn.clone();
         let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
@@ -187,11 +176,6 @@ impl<'a> Intake<'a> {
                     return Err(error.unwrap_or_else(closed));
                 }
                 cancellations = self.cancellations.take() => self.cancel_all(&cancellations),
-                _ = review.tick(),
-                    if self.phase == Phase::Running && self.shared.places.may_be_crowded() =>
-                {
-                    self.shared.places.review();
-                }
                 () = self.settings.wait_for_pause(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("stop requested").await;
@@ -241,8 +225,8 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Sets the prefetch by the sizes of the messages received so far. Tells the settlement, the turns and the places
-    /// how many messages the broker grants.
+    /// Sets the prefetch by the sizes of the messages received so far. Tells the settlement how many messages the broker
+    /// grants.
     async fn update_prefetch(&mut self, delivery: &Delivery) {
         let source = delivery.delivery_tag.source;
         if let Some(prefetch) = self.shared.prefetch[source].received(delivery.message.body.len())
@@ -255,10 +239,7 @@ impl<'a> Intake<'a> {
         if granted != self.granted {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
-            self.shared.turns.set_granted(granted);
-            self.shared.fetch_turns.set_granted(granted);
         }
-        self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
     }
 
     fn start_run(&mut self, mut accepted: Accepted) {
@@ -279,14 +260,8 @@ impl<'a> Intake<'a> {
         // The engine is told now that inputs will come, so that it batches tasks that arrive together.
         let expected = Expected::new(&self.shared.engine);
         let (shared, run_state) = (self.shared.clone(), state.clone());
-        // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue. The embedded
-        // queue has one requester, whose lines would be computed out of order for nobody's benefit.
-        let may_be_put_off = delivery_tag.source == Source::Main && !self.shared.has_one_requester;
-        let place = may_be_put_off
-            .then(|| shared.places.enter(delivery_tag, state.requester, task.message.body.len()));
-        let abort = self
-            .runs
-            .spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected, place).await) });
+        let abort =
+            self.runs.spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected).await) });
         self.in_flight.insert(delivery_tag, InFlight { task, state: Some(state), abort });
     }
 
@@ -299,7 +274,7 @@ impl<'a> Intake<'a> {
         self.in_flight.insert(delivery_tag, InFlight { task, state: None, abort });
     }
 
-    /// Starts to drain, unless the sentinel is withdrawn or expired, or must wait for tasks that were put off.
+    /// Starts to drain, unless the sentinel is withdrawn or expired.
     async fn handle_sentinel(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         let Properties { message_id, headers, .. } = &sentinel.properties;
         let stop = headers.get(STOP).and_then(Value::as_str);
@@ -310,20 +285,6 @@ impl<'a> Intake<'a> {
         }
         if is_withdrawn || sentinel_is_expired(sentinel, now) {
             tracing::info!(cause, is_withdrawn, "ignoring a sentinel that is withdrawn or expired");
-            // This may be the sentinel for which put-offs were suspended.
-            self.shared.places.resume();
-            self.shared.settlement.acker.ack(delivery_tag).await;
-            return;
-        }
-        if delivery_tag.source == Source::Main
-            && sentinel.properties.header_bytes() <= MAX_HEADER_BYTES
-            && self.shared.places.has_put_off_since(sentinel_put_off_at(sentinel))
-            && self.shared.settlement.put_off_sentinel(sentinel, now).await
-        {
-            // Otherwise earlier tasks could be put off behind the sentinel again and again.
-            let time_left = sentinel_time_left(sentinel, now).unwrap_or(MAX_SUSPENSION);
-            self.shared.places.suspend(time_left.min(MAX_SUSPENSION));
-            tracing::info!(cause, "sentinel put off: tasks that were before it return to the queue");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
@@ -381,8 +342,6 @@ impl<'a> Intake<'a> {
     }
 
     async fn stop_consuming(&mut self) {
-        // The accepted tasks must all begin. This worker would not get back a task that it puts off.
-        self.shared.places.suspend(FOREVER);
         for consumer in self.consumers.iter_mut().flatten() {
             consumer.cancel().await;
         }

@@ -10,7 +10,6 @@
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of a pool |
-//! | `places` | whose tasks are put off because they hold too many of the granted messages |
 //! | `turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
 //! | `settle/` | what becomes of a task's message: publish, confirm, ack |
 //! | `cancellations` | how cancellations reach the intake |
@@ -23,7 +22,6 @@ mod cpu_pool;
 mod intake;
 mod isolation;
 mod live_settings;
-mod places;
 mod prefetch;
 mod report;
 mod requester;
@@ -289,10 +287,7 @@ fn assemble(
     let mut assignment = assignment.clone();
     let adapts_prefetch = assignment.pool.prefetch.is_none();
     if let Some(sequences) = engine.sequences() {
-        // Streams may hold three quarters of the messages (see `places`). With `all_streaming` messages, all
-        // sequences may stream.
-        let all_streaming = sequences.div_ceil(3) * 4;
-        let prefetch = (sequences + SPARE_SEQUENCES).max(all_streaming).min(MAX_PREFETCH);
+        let prefetch = (sequences + SPARE_SEQUENCES).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(prefetch as u16);
     }
     session::Worker {

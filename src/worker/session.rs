@@ -10,7 +10,6 @@ use tokio::sync::{mpsc, watch};
 use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
-use super::places::Places;
 use super::prefetch::{Limits, Prefetch, SharedPrefetch};
 use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, ErrorLog, QueueTimeouts, Queues, Settlement, Stalled};
@@ -107,11 +106,9 @@ impl Worker {
         Shared {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
-            turns: Turns::new(self.assignment.first_prefetch(), 1),
+            turns: Turns::new(1),
             fetcher: self.fetcher.clone(),
-            fetch_turns: Turns::new(self.assignment.first_prefetch(), pool.fetch.at_once),
-            places: Places::new(self.assignment.first_prefetch()),
-            has_one_requester: self.assignment.broker.is_embedded(),
+            fetch_turns: Turns::new(pool.fetch.at_once),
             settlement,
             isolation: self.isolation.clone(),
             reporter: self.control.reporter.clone(),

@@ -35,12 +35,11 @@ use self::outcome::{Disposition, Tries, disposition, longest_delay};
 use self::publishing::{Destination, Owner};
 use super::WorkerError;
 use super::report::{Counters, Traced};
-use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Published, Publisher, Source};
+use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
 use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
 use crate::protocol::reply::reply;
-use crate::protocol::task::sentinel_to_republish;
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
@@ -206,16 +205,6 @@ impl Settlement {
             Admission::Probed => Err(blocked(true)),
             Admission::Refused => Err(blocked(false)),
         }
-    }
-
-    /// Publishes a sentinel to a retry queue, from which it returns after the shortest delay. Returns whether the
-    /// broker has it.
-    pub(super) async fn put_off_sentinel(&self, sentinel: &Message, now: SystemTime) -> bool {
-        let ceiling = self.retry.shortest();
-        let message = Arc::new(sentinel_to_republish(sentinel, now));
-        let delay = Delay { after: ceiling, ceiling };
-        let published = self.publisher.publish_later(&self.queues.task, delay, message);
-        matches!(timeout(STALLED_AFTER, published).await, Ok(Ok(Published::Confirmed)))
     }
 
     /// Settles one task.

@@ -4,7 +4,6 @@
 mod on_demand;
 mod one_pass;
 mod parts;
-mod places;
 mod sequences;
 
 use std::io::Write;
