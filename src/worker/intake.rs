@@ -3,10 +3,12 @@
 //! tasks in flight.
 
 use std::collections::{BTreeMap, HashSet};
+use std::future::poll_fn;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::mpsc;
@@ -19,6 +21,7 @@ use super::live_settings::LiveSettings;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
+use crate::batching::Owner;
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
@@ -63,13 +66,15 @@ impl InFlight {
     }
 }
 
-/// The consumers. None: there is no background queue, or the consumer has ended.
+/// The consumers of the pool's queues. None: the consumer has ended.
 type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
 
 /// Takes deliveries from the consumers until they end.
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     consumers: Consumers<'a>,
+    /// The queue whose consumer is polled first.
+    turn: Source,
     /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement.
     granted: u16,
     stop: Stop,
@@ -83,19 +88,23 @@ pub(super) struct Intake<'a> {
     phase: Phase,
 }
 
-/// Waits for the next event of a consumer, and returns it with the consumer's source. Never returns if there is no
-/// consumer. Safe to cancel, because [`Consumer::next`] is.
-async fn next_of(consumers: &mut Consumers<'_>) -> (Source, Result<Event, BrokerError>) {
-    let PerSource { main, background } = consumers;
-    let next = async |consumer: &mut Option<&mut Box<dyn Consumer>>| match consumer {
-        Some(consumer) => consumer.next().await,
-        None => std::future::pending().await,
-    };
-    tokio::select! {
-        biased;
-        event = next(main) => (Source::Main, event),
-        event = next(background) => (Source::Background, event),
-    }
+/// Waits for the next event of a consumer, and returns it with the consumer's source. The consumers are polled in turn,
+/// beginning with `first`, so that one with many deliveries does not keep the others' from being taken. Never returns if
+/// there is no consumer. Safe to cancel, because [`Consumer::next`] is.
+async fn next_of(consumers: &mut Consumers<'_>, first: Source) -> (Source, Result<Event, BrokerError>) {
+    let mut next: Vec<_> =
+        consumers.iter_mut().map(|consumer| consumer.as_mut().map(|consumer| consumer.next())).collect();
+    let (later, sooner) = next.split_at_mut(first.0);
+    let in_turn = (first.0..).zip(sooner).chain((0..).zip(later));
+    let mut in_turn: Vec<_> = in_turn.filter_map(|(index, next)| Some((index, next.as_mut()?))).collect();
+    poll_fn(|context| {
+        let ready = in_turn.iter_mut().find_map(|(index, next)| match next.as_mut().poll(context) {
+            Poll::Ready(event) => Some((Source(*index), event)),
+            Poll::Pending => None,
+        });
+        ready.map_or(Poll::Pending, Poll::Ready)
+    })
+    .await
 }
 
 fn hash_of(value: impl Hash) -> u64 {
@@ -114,6 +123,7 @@ impl<'a> Intake<'a> {
             granted: 0,
             shared,
             consumers,
+            turn: Source::FIRST,
             stop,
             settings,
             cancellations,
@@ -159,7 +169,7 @@ impl<'a> Intake<'a> {
             tokio::select! {
                 // The launcher may still be reading the withdrawals when this worker connects, and sends them later.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
-                (source, event) = next_of(&mut self.consumers), if may_take || early.is_none() => match event? {
+                (source, event) = next_of(&mut self.consumers, self.turn), if may_take || early.is_none() => match self.took_turn(source, event)? {
                     Event::Delivery(delivery) if may_take => self.handle_delivery(*delivery).await,
                     Event::Delivery(delivery) => early = Some(delivery),
                     Event::Lost { source, session } => self.drop_lost_session(source, session)?,
@@ -197,6 +207,12 @@ impl<'a> Intake<'a> {
         } else {
             Err(WorkerError::SentinelLost)
         }
+    }
+
+    /// The next queue's consumer is polled first from now on.
+    fn took_turn(&mut self, source: Source, event: Result<Event, BrokerError>) -> Result<Event, BrokerError> {
+        self.turn = Source((source.0 + 1) % self.consumers.count());
+        event
     }
 
     /// Handles a delivery: starts a task run, handles a sentinel, or hands the message back if the worker is stopping.
@@ -248,8 +264,11 @@ impl<'a> Intake<'a> {
         let deadline = accepted.time_left().map(|left| instant() + left);
         let mut state = TaskState::new(TaskName::new(&accepted.task), deadline);
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
-        state.background = delivery_tag.source == Source::Background;
-        state.requester = hash_of(accepted.task.requester());
+        state.owner = Owner {
+            queue: self.shared.shares[delivery_tag.source],
+            requester: hash_of(accepted.task.requester()),
+            background: self.shared.settlement.queues.tasks[delivery_tag.source].background,
+        };
         state.link = accepted.traced.link();
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant())
             || self.cancellations.had(&accepted.task)

@@ -40,7 +40,7 @@ use std::time::Instant;
 use futures_util::future::BoxFuture;
 use tokio::sync::{mpsc, watch};
 
-use crate::batching::Policy;
+use crate::batching::{Policy, QueueBytes};
 use crate::broker::{BrokerError, BrokerSession};
 use crate::config::{Assignment, Pool};
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
@@ -160,7 +160,7 @@ pub async fn run(
         spec: load_spec(assignment),
         min_speed: assignment.min_speed(),
         policy: policy(assignment),
-        prepared_bytes: assignment.pool.prepared_bytes,
+        prepared_bytes: prepared_bytes(assignment),
         observer: Box::new(DeviceReport::new(control, counters.clone())),
     };
     let loading_since = Instant::now();
@@ -261,6 +261,12 @@ pub fn pool_spec(pool: &Pool, device: &str) -> LoadSpec {
         options: pool.options.clone(),
         is_strict: pool.strict_model,
     }
+}
+
+/// The bytes of prepared inputs that the pool's queues may hold.
+fn prepared_bytes(assignment: &Assignment) -> QueueBytes {
+    let pool = &assignment.pool;
+    QueueBytes::new(pool.prepared_bytes, &pool.independent_queue_shares())
 }
 
 /// The bounds of an assignment's batches.

@@ -3,8 +3,10 @@
 //! and no connection; the next session opens a new connection. Owns the connection during a session.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tokio::sync::{mpsc, watch};
 
 use super::cpu_pool::Pools;
@@ -61,8 +63,7 @@ impl Worker {
             tokio::spawn(apply_limits(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.open();
-        let consumers =
-            PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
+        let consumers = [&mut session.consumer].into_iter().chain(&mut session.further).map(Some).collect();
         let intake = Intake::new(shared, consumers, stop.clone(), settings, cancellations);
         let ended = intake.run(faults).await;
         for helper in [connection_watcher, limits_updater] {
@@ -71,12 +72,8 @@ impl Worker {
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
             // The broker reads the acks that were sent before the close, and then requeues the unsettled tasks.
             let publisher = tokio::time::timeout(CLOSE_TIMEOUT, session.publisher.close());
-            let background = async {
-                if let Some(consumer) = &mut session.background {
-                    consumer.close().await;
-                }
-            };
-            let _ = tokio::join!(publisher, session.consumer.close(), background);
+            let further = join_all(session.further.iter_mut().map(|consumer| consumer.close()));
+            let _ = tokio::join!(publisher, session.consumer.close(), further);
         }
         self.counters.count(|stats| (stats.now.held, stats.now.connected) = (0, false));
         ended
@@ -89,7 +86,7 @@ impl Worker {
             publisher: session.publisher.clone(),
             worker_info: self.worker_info.clone(),
             queues: Queues {
-                task: pool.task_queue.clone(),
+                tasks: pool.queues().into_iter().collect(),
                 reply: pool.reply_queue.clone(),
                 dead_letter: pool.dead_letter_queue.clone(),
                 reserved: self.assignment.reserved_queues.clone(),
@@ -101,20 +98,21 @@ impl Worker {
             error_log: ErrorLog::default(),
             counters: self.counters.clone(),
             stop: stop.clone(),
-            lost_sessions: PerSource::default(),
+            lost_sessions: pool.queues().iter().map(|_| AtomicU64::default()).collect(),
         };
         Shared {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
+            shares: pool.queue_shares().into_iter().collect(),
             turns: Turns::new(1),
             fetcher: self.fetcher.clone(),
-            fetch_turns: Turns::new(pool.fetch.at_once),
+            fetch_turns: Turns::with_one_for_each_queue(pool.fetch.at_once),
             settlement,
             isolation: self.isolation.clone(),
             reporter: self.control.reporter.clone(),
             crashes: self.control.crashes.clone(),
             withdrawn: self.control.withdrawn.clone(),
-            prefetch: PerSource { main: self.shared_prefetch(), background: self.shared_prefetch() },
+            prefetch: pool.queues().iter().map(|_| self.shared_prefetch()).collect(),
             traces: self.control.traces.clone(),
             sentinels: protocol::Sentinels {
                 by_type: pool.sentinels != config::Sentinels::None,
@@ -148,9 +146,7 @@ impl Worker {
         // While a GPU computes, the CPU preprocesses or answers one more batch.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
         let pool = &self.assignment.pool;
-        // Each queue has a prefetch of its own.
-        let queues = 1 + u64::from(pool.background_queue.is_some());
-        let (policy, bytes) = (self.policy, pool.prefetch_bytes / queues);
+        let (policy, bytes) = (self.policy, pool.queue_prefetch_bytes());
         move |overrides| {
             let policy = live_settings::with_overrides(policy, overrides);
             Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }

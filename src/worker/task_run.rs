@@ -17,7 +17,7 @@ use super::prefetch::SharedPrefetch;
 use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
 use super::turns::{Turn, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
-use crate::batching::Group;
+use crate::batching::{Group, QueueShare};
 use crate::broker::{PerSource, Source};
 use crate::config::redact_url;
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
@@ -43,6 +43,8 @@ const MAX_BRIEF_INPUTS: usize = 4;
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) pools: Pools,
+    /// The share of each queue.
+    pub(super) shares: PerSource<QueueShare>,
     /// Turns on the thread for long preparation.
     pub(super) turns: Turns,
     /// Fetches files. None if the pool allows no source.
@@ -368,6 +370,11 @@ impl Run<'_> {
             drop(expected);
             (self.in_turn(preprocess).await?, Expected::new(&shared.engine))
         } else {
+            let turn = self.wait_for_preparation(effort).await?;
+            let preprocess = move || {
+                let _turn = turn;
+                preprocess()
+            };
             (self.prepare(effort, preprocess).await?, expected)
         };
         if job.takes_long() {
@@ -414,7 +421,7 @@ impl Run<'_> {
             if !is_slow || self.group().is_some() {
                 return shared.pools.reply.run(brief, move || job.finish()).await;
             }
-            let turn = shared.turns.take(self.state.requester).await;
+            let turn = shared.turns.take(self.state.owner).await;
             let write = move || {
                 let _turn = turn;
                 job.finish()
@@ -496,7 +503,7 @@ impl Run<'_> {
             // A JSON body is decoded as a whole, on a thread that other tasks need, so its size is limited.
             let is_json_body = path == DATAREF && message.is_json();
             let claim = Claim {
-                requester: self.state.requester,
+                owner: self.state.owner,
                 waits_for_memory: self.group().is_none(),
                 max_size: if is_json_body { shared.max_body } else { u64::MAX },
                 task_bytes: fetched_bytes,
@@ -567,6 +574,15 @@ impl Run<'_> {
         self.prepare_on(&shared.pools.long, false, work).await
     }
 
+    /// Waits until a task of this effort may be prepared. The threads do their work in the order of its arrival, so with
+    /// several queues the tasks of one that arrive at once would hold up those of another.
+    async fn wait_for_preparation(&self, effort: Effort) -> Result<Option<Turn>, TaskError> {
+        if effort == Effort::Brief || self.shared.shares.count() == 1 {
+            return Ok(None);
+        }
+        self.wait_for_turn(&self.shared.pools.slice_turns, None).await
+    }
+
     /// Waits for a turn of the task's requester, at a server if one is named. None: an isolated task needs no turn.
     async fn wait_for_turn(&self, turns: &Turns, server: Option<u64>) -> Result<Option<Turn>, TaskError> {
         let turn = async {
@@ -574,7 +590,7 @@ impl Run<'_> {
             if self.group().is_some() {
                 return None;
             }
-            Some(turns.take_at(server, self.state.requester).await)
+            Some(turns.take_at(server, self.state.owner).await)
         };
         tokio::select! {
             biased;
@@ -620,11 +636,8 @@ impl Run<'_> {
         };
         // An isolated task does not wait for memory. Tasks that are computed only after it hold that memory, so
         // waiting would deadlock.
-        let _memory = if self.group().is_some() {
-            None
-        } else {
-            Some(engine.memory().room(self.state.requester).await)
-        };
+        let _memory =
+            if self.group().is_some() { None } else { Some(engine.memory().room(self.state.owner).await) };
         self.without_groups(pool.run(brief, work)).await.map_err(internal_error)?
     }
 
@@ -638,7 +651,7 @@ impl Run<'_> {
                 let turns = &self.shared.pools.slice_turns;
                 let _turn = match self.group() {
                     Some(_) => None,
-                    None => Some(turns.take(self.state.requester).await),
+                    None => Some(turns.take(self.state.owner).await),
                 };
                 if let Err(error) = self.prepare(Effort::Usual, move || source.pull()).await {
                     return error;

@@ -1,11 +1,16 @@
 //! Decides whose task is prepared next on the thread for long preparation (such as that of a grammar), whose further
-//! inputs are prepared next, and whose files are fetched next. Requesters take turns, however many tasks each has. Owns
-//! the list of waiting tasks. Does no I/O.
+//! inputs are prepared next, and whose files are fetched next. Queues have turns by their shares, counted in the time
+//! that turns take. The requesters of a queue take turns, however many tasks each has. Owns the list of waiting tasks.
+//! Does no I/O.
 
-use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::batching::{Owner, Shares};
 
 /// The tasks that wait for a turn. Clones share the list.
 #[derive(Clone)]
@@ -13,28 +18,34 @@ pub(super) struct Turns(Arc<Mutex<Lane>>);
 
 #[derive(Default)]
 struct Lane {
-    /// The turns that are under way. Bound: `max_turns`.
+    /// The turns that are under way. Bound: `max_turns`, and one more for each queue.
     current: Vec<Current>,
     /// The most turns at once. A requester has at most half of them, and so has a server from which files are fetched.
     max_turns: usize,
+    /// Whether a queue without a turn may have one although there are `max_turns`: turns that last until a server answers,
+    /// or until there is memory, are not given back soon.
+    has_one_for_each_queue: bool,
+    /// The time that queues have had, in microseconds.
+    shares: Shares,
     /// The waiting tasks, in the order of arrival. A task that no longer waits has dropped its receiver.
     waiting: Vec<WaitingTask>,
-    /// The rank of each requester that waits or has a turn; the lowest rank is next. After n turns in all, a requester
-    /// that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes after the
-    /// requesters that were waiting when it arrived, and before the requester of the latest turn.
-    ranks: HashMap<u64, u64>,
+    /// The rank of each requester that waits or has a turn; the lowest rank of a queue is next. After n turns in all, a
+    /// requester that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes after
+    /// the requesters that were waiting when it arrived, and before the requester of the latest turn.
+    ranks: HashMap<Owner, u64>,
     /// The number of turns so far.
     turns: u64,
 }
 
 struct Current {
-    requester: u64,
+    owner: Owner,
     server: Option<u64>,
+    began: Instant,
 }
 
 /// A task that waits for its turn.
 struct WaitingTask {
-    requester: u64,
+    owner: Owner,
     /// The hash of the server's name. None: turns at this server are not limited.
     server: Option<u64>,
     /// Written once, by whoever begins its turn; read by the task.
@@ -44,13 +55,13 @@ struct WaitingTask {
 /// While this exists, a task has a turn.
 pub(super) struct Turn {
     turns: Turns,
-    requester: u64,
+    owner: Owner,
     server: Option<u64>,
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.turns.0.lock().end(self.requester, self.server);
+        self.turns.0.lock().end(self.owner, self.server, Instant::now());
         self.turns.begin();
     }
 }
@@ -61,19 +72,25 @@ impl Turns {
         Self(Arc::new(Mutex::new(Lane { max_turns, ..Lane::default() })))
     }
 
-    /// Waits until a task of `requester` has its turn. Safe to cancel.
-    pub(super) async fn take(&self, requester: u64) -> Turn {
-        self.take_at(None, requester).await
+    /// The same; a queue without a turn may have one more.
+    pub(super) fn with_one_for_each_queue(max_turns: usize) -> Self {
+        let lane = Lane { max_turns, has_one_for_each_queue: true, ..Lane::default() };
+        Self(Arc::new(Mutex::new(lane)))
+    }
+
+    /// Waits until a task of `owner` has its turn. Safe to cancel.
+    pub(super) async fn take(&self, owner: Owner) -> Turn {
+        self.take_at(None, owner).await
     }
 
     /// As [`Turns::take`], for a turn at a server from which files are fetched.
-    pub(super) async fn take_at(&self, server: Option<u64>, requester: u64) -> Turn {
+    pub(super) async fn take_at(&self, server: Option<u64>, owner: Owner) -> Turn {
         let (begin, begun) = oneshot::channel();
         {
             let mut lane = self.0.lock();
             let rank = 2 * lane.turns;
-            lane.ranks.entry(requester).or_insert(rank);
-            lane.waiting.push(WaitingTask { requester, server, begin });
+            lane.ranks.entry(owner).or_insert(rank);
+            lane.waiting.push(WaitingTask { owner, server, begin });
         }
         self.begin();
         match begun.await {
@@ -87,64 +104,81 @@ impl Turns {
     /// one of the requester. If a task no longer waits, its turn is dropped.
     fn begin(&self) {
         loop {
-            let next = self.0.lock().next();
-            let Some(WaitingTask { begin, requester, server }) = next else { return };
-            let _ = begin.send(Turn { turns: self.clone(), requester, server });
+            let next = self.0.lock().next(Instant::now());
+            let Some(WaitingTask { begin, owner, server }) = next else { return };
+            let _ = begin.send(Turn { turns: self.clone(), owner, server });
         }
     }
 }
 
 impl Lane {
     /// Ends a turn of this requester at this server.
-    fn end(&mut self, requester: u64, server: Option<u64>) {
-        let is_it = |current: &Current| current.requester == requester && current.server == server;
+    fn end(&mut self, owner: Owner, server: Option<u64>, now: Instant) {
+        let is_it = |current: &Current| current.owner == owner && current.server == server;
         if let Some(index) = self.current.iter().position(is_it) {
-            self.current.remove(index);
+            let took = now.saturating_duration_since(self.current.remove(index).began);
+            self.shares.serve(owner.queue, u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
         }
     }
 
     /// Begins the turn of the next task that may have one, and returns that task.
-    fn next(&mut self) -> Option<WaitingTask> {
+    fn next(&mut self, now: Instant) -> Option<WaitingTask> {
         self.remove_departed();
-        if self.current.len() >= self.max_turns {
-            return None;
-        }
+        let of_queue =
+            |task: &WaitingTask| self.current.iter().filter(|it| it.owner.queue == task.owner.queue).count();
         let may_begin = |(_, task): &(usize, &WaitingTask)| {
-            let of_requester = self.current.iter().filter(|current| current.requester == task.requester);
+            let is_full = self.current.len() >= self.max_turns;
+            let is_first_of_queue = self.has_one_for_each_queue && of_queue(task) == 0;
+            if is_full && !is_first_of_queue {
+                return false;
+            }
+            let of_requester = self.current.iter().filter(|current| current.owner == task.owner);
             let at_server = self.current.iter().filter(|current| current.server == task.server);
             let half = self.max_turns.div_ceil(2);
-            of_requester.count() < half && (task.server.is_none() || at_server.count() < half)
+            of_requester.count() < half
+                && (task.server.is_none() || at_server.count() < half || is_first_of_queue)
         };
-        let rank = |(_, task): &(usize, &WaitingTask)| self.ranks.get(&task.requester);
+        let rank = |(_, task): &(usize, &WaitingTask)| {
+            // The time of a turn is known at its end, so of queues with equal starts the one with fewer turns is next.
+            let queue = (self.shares.start(task.owner.queue), of_queue(task));
+            (queue, self.ranks.get(&task.owner).copied())
+        };
         // Of tasks with the same rank, `min_by_key` returns the first, which arrived first.
         let (index, _) = self.waiting.iter().enumerate().filter(may_begin).min_by_key(rank)?;
         let task = self.waiting.remove(index);
         self.turns += 1;
-        self.ranks.insert(task.requester, 2 * self.turns + 1);
-        self.current.push(Current { requester: task.requester, server: task.server });
+        self.ranks.insert(task.owner, 2 * self.turns + 1);
+        self.current.push(Current { owner: task.owner, server: task.server, began: now });
         Some(task)
     }
 
     /// Forgets tasks that no longer wait, and requesters without a task.
     fn remove_departed(&mut self) {
         self.waiting.retain(|task| !task.begin.is_closed());
-        let current = self.current.iter().map(|current| current.requester);
-        let present: HashSet<u64> = current.chain(self.waiting.iter().map(|task| task.requester)).collect();
-        self.ranks.retain(|requester, _| present.contains(requester));
+        let current = self.current.iter().map(|current| current.owner);
+        let present: HashSet<Owner> = current.chain(self.waiting.iter().map(|task| task.owner)).collect();
+        self.ranks.retain(|owner, _| present.contains(owner));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use futures_util::FutureExt as _;
     use tokio::task::JoinHandle;
 
     use super::*;
+    use crate::batching::QueueShare;
+
+    fn of(requester: u64) -> Owner {
+        Owner { requester, ..Owner::default() }
+    }
 
     /// Starts a task that waits for its turn.
     async fn waits(turns: &Turns, requester: u64) -> JoinHandle<Turn> {
         let turns = turns.clone();
-        let task = tokio::spawn(async move { turns.take(requester).await });
+        let task = tokio::spawn(async move { turns.take(of(requester)).await });
         tokio::task::yield_now().await;
         task
     }
@@ -152,7 +186,7 @@ mod tests {
     #[tokio::test]
     async fn a_newcomer_waits_for_the_current_turn_and_one_more_at_most() {
         let turns = Turns::new(1);
-        let mut turn = turns.take(1).await;
+        let mut turn = turns.take(of(1)).await;
         let mut waiting = Vec::new();
         for requester in [1, 1, 1, 2, 3, 2] {
             waiting.push((requester, waits(&turns, requester).await));
@@ -192,12 +226,12 @@ mod tests {
         let mut slow = Vec::new();
         for requester in 0..4 {
             let turns = turns.clone();
-            slow.push(tokio::spawn(async move { turns.take_at(Some(7), requester).await }));
+            slow.push(tokio::spawn(async move { turns.take_at(Some(7), of(requester)).await }));
             tokio::task::yield_now().await;
         }
         let begun: Vec<bool> = slow.iter().map(|task| task.is_finished()).collect();
         assert_eq!(begun, [true, true, false, false]);
-        let other = turns.take_at(Some(8), 9).now_or_never();
+        let other = turns.take_at(Some(8), of(9)).now_or_never();
         assert!(other.is_some(), "the other half is for other servers");
         drop(slow.remove(0).await.unwrap());
         tokio::task::yield_now().await;
@@ -207,10 +241,10 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_one_turn_makes_room_for_two() {
         let turns = Turns::new(4);
-        let hostile = [turns.take_at(Some(7), 1).await, turns.take_at(Some(7), 1).await];
+        let hostile = [turns.take_at(Some(7), of(1)).await, turns.take_at(Some(7), of(1)).await];
         let wait = |server, requester| {
             let turns = turns.clone();
-            tokio::spawn(async move { turns.take_at(Some(server), requester).await })
+            tokio::spawn(async move { turns.take_at(Some(server), of(requester)).await })
         };
         let (third, innocent) = (wait(8, 1), wait(7, 2));
         tokio::task::yield_now().await;
@@ -224,14 +258,52 @@ mod tests {
     #[tokio::test]
     async fn a_task_that_stopped_waiting_gets_no_turn() {
         let turns = Turns::new(1);
-        let turn = turns.take(1).await;
+        let turn = turns.take(of(1)).await;
         let gone = waits(&turns, 2).await;
         let stays = waits(&turns, 3).await;
         gone.abort();
         tokio::task::yield_now().await;
         drop(turn);
         drop(stays.await.unwrap());
-        assert!(turns.take(4).now_or_never().is_some(), "nobody has the turn");
+        assert!(turns.take(of(4)).now_or_never().is_some(), "nobody has the turn");
         assert!(turns.0.lock().ranks.len() <= 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn queues_have_turns_by_their_shares_whatever_the_number_of_their_requesters() {
+        let turns = Turns::new(1);
+        let mut turn = turns.take(of(99)).await;
+        let mut waiting = Vec::new();
+        for requester in 0..40 {
+            let other =
+                Owner { queue: QueueShare { queue: 1, share: 3_000 }, requester: 1, background: false };
+            for owner in [of(requester), other] {
+                let turns = turns.clone();
+                waiting.push((owner, tokio::spawn(async move { turns.take(owner).await })));
+                tokio::task::yield_now().await;
+            }
+        }
+        let mut of_other = 0;
+        for _ in 0..40 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            drop(turn);
+            tokio::task::yield_now().await;
+            let index = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has a turn");
+            let (owner, task) = waiting.remove(index);
+            turn = task.await.unwrap();
+            of_other += owner.queue.queue;
+        }
+        assert!((29..=31).contains(&of_other), "{of_other} of 40 turns");
+    }
+
+    #[tokio::test]
+    async fn a_queue_without_a_turn_has_one_though_all_are_taken() {
+        let turns = Turns::with_one_for_each_queue(2);
+        let held = [turns.take(of(1)).await, turns.take(of(2)).await];
+        assert!(turns.take(of(3)).now_or_never().is_none());
+        let other = Owner { queue: QueueShare { queue: 1, share: 1 }, requester: 1, background: false };
+        let _one = turns.take(other).now_or_never().expect("the queue has none");
+        assert!(turns.take(Owner { requester: 2, ..other }).now_or_never().is_none());
+        drop(held);
     }
 }

@@ -1,4 +1,4 @@
-//! Publishes dead letters to their task queue, and removes from the dead-letter queue only what the broker has
+//! Publishes dead letters to the queue that they came from, and removes from the dead-letter queue only what the broker has
 //! confirmed there (`confirm-before-ack`).
 
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use futures_util::future::join_all;
 
 use super::session::BrowserSession;
 use crate::broker::{BrokerError, Delivery, Published, Publisher};
-use crate::protocol::dead_letter::restored;
+use crate::protocol::dead_letter::{DeadLetter, restored};
 
 /// Number of dead letters published at once. A crash may leave at most this many in both queues.
 const WINDOW: usize = 64;
@@ -73,12 +73,12 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// Publishes a dead letter to its task queue. Returns the reason why it is left; none: the task queue has confirmed it.
+/// Publishes a dead letter to the queue that it came from. Returns the reason why it is left; none: the task queue has confirmed it.
 async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
     if let Some(reason) = session.selection.refusal(delivery) {
         return Ok(Some(reason));
     }
-    let queue = session.selection.task_queue.as_str();
+    let queue = session.selection.queue_of(&DeadLetter::new(&delivery.message));
     let message = Arc::new(restored(delivery.message.clone()));
     Ok(match session.browser.publisher().publish(queue, message).await? {
         Published::Confirmed => None,
