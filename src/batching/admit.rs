@@ -44,7 +44,7 @@
 //!   again.
 
 use std::cell::LazyCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::prompts::{self, Prompt};
@@ -901,6 +901,8 @@ fn prompt_rows<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
 
     use super::*;
