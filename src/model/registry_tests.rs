@@ -564,9 +564,9 @@ fn with_commas(number: u64) -> String {
 }
 
 /// The table in the docs, written by `make default-settings`: the options of all families whose models are loaded from
-/// files.
+/// files. An option that is the same in several families has one row.
 fn options_table() -> String {
-    let mut table = "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned();
+    let mut rows: Vec<(String, Vec<String>, String)> = Vec::new();
     for family in families().iter().filter(|family| matches!(family.serves, Serves::Files(_))) {
         let takes_images =
             |route: &Route| route.media_types.iter().any(|media_type| media_type.starts_with("image/"));
@@ -593,13 +593,18 @@ fn options_table() -> String {
                     value => value.as_u64().map_or_else(|| value.to_string(), with_commas),
                 },
             };
-            table += &format!(
-                "| `{}` | {family_column} | {values} | {default} | {} |\n",
-                option.name, option.help
-            );
+            let name = format!("`{}`", option.name);
+            let rest = format!("{values} | {default} | {}", option.help);
+            match rows.iter_mut().find(|row| row.0 == name && row.2 == rest) {
+                Some(row) => row.1.push(family_column.clone()),
+                None => rows.push((name, vec![family_column.clone()], rest)),
+            }
         }
     }
-    table
+    let rows =
+        rows.iter().map(|(name, families, rest)| format!("| {name} | {} | {rest} |\n", families.join("; ")));
+    "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned()
+        + &rows.collect::<String>()
 }
 
 #[test]
