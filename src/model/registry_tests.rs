@@ -563,9 +563,9 @@ fn with_commas(number: u64) -> String {
     groups.join(",")
 }
 
-/// The table in the docs, written by `make default-settings`: the options of all families whose models are loaded from
-/// files. An option that is the same in several families has one row.
-fn options_table() -> String {
+/// The list in the docs, written by `make default-settings`: the options of all families whose models are loaded from
+/// files. An option that is the same in several families has one item.
+fn options_list() -> String {
     let mut rows: Vec<(String, Vec<String>, String)> = Vec::new();
     for family in families().iter().filter(|family| matches!(family.serves, Serves::Files(_))) {
         let takes_images =
@@ -594,17 +594,16 @@ fn options_table() -> String {
                 },
             };
             let name = format!("`{}`", option.name);
-            let rest = format!("{values} | {default} | {}", option.help);
+            let rest = format!("{values}; default {default}: {}", option.help);
             match rows.iter_mut().find(|row| row.0 == name && row.2 == rest) {
                 Some(row) => row.1.push(family_column.clone()),
                 None => rows.push((name, vec![family_column.clone()], rest)),
             }
         }
     }
-    let rows =
-        rows.iter().map(|(name, families, rest)| format!("| {name} | {} | {rest} |\n", families.join("; ")));
-    "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned()
-        + &rows.collect::<String>()
+    let items =
+        rows.iter().map(|(name, families, rest)| format!("- {name} ({}): {rest}\n", families.join("; ")));
+    items.collect()
 }
 
 #[test]
@@ -614,7 +613,7 @@ fn the_docs_list_the_options_of_every_family() {
     let [begin, end] = ["<!-- options, made by `make default-settings` -->\n", "<!-- end -->\n"];
     let (before, rest) = text.split_once(begin).unwrap();
     let (_, after) = rest.split_once(end).unwrap();
-    let updated = format!("{before}{begin}{}{end}{after}", options_table());
+    let updated = format!("{before}{begin}{}{end}{after}", options_list());
     if std::env::var_os("WRITE_DEFAULT_SETTINGS").is_some() {
         std::fs::write(&path, &updated).unwrap();
     }
