@@ -59,7 +59,10 @@ fn metrics() -> BTreeMap<String, Metric> {
             metrics.entry(name).or_default().values.insert(quoted(label).remove(0), quoted(meaning));
         }
     }
-    assert!(metrics.len() > 20 && metrics.values().any(|metric| !metric.values.is_empty()), "the page has its lists");
+    assert!(
+        metrics.len() > 20 && metrics.values().any(|metric| !metric.values.is_empty()),
+        "the page has its lists"
+    );
     metrics
 }
 

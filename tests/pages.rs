@@ -157,6 +157,31 @@ fn every_page_that_a_source_or_a_message_names_exists() {
 }
 
 #[test]
+fn every_script_and_target_of_make_on_a_page_exists() {
+    let makefile = read("Makefile");
+    let mut seen = 0;
+    for page in pages() {
+        let text = read(&page);
+        for block in text.split("```sh\n").skip(1).filter_map(|behind| behind.split("```").next()) {
+            let code = block.lines().map(|line| line.split(" #").next().unwrap_or_default());
+            for words in code.map(|line| line.split_whitespace().collect::<Vec<_>>()) {
+                if words.first() == Some(&"make") && words.get(1).is_some_and(|target| !target.contains('='))
+                {
+                    seen += 1;
+                    let rule = format!("\n{}:", words[1]);
+                    assert!(makefile.contains(&rule), "{page}: make {} is no target", words[1]);
+                }
+                for script in words.iter().filter(|word| word.starts_with("scripts/")) {
+                    seen += 1;
+                    assert!(root().join(script).exists(), "{page}: {script} does not exist");
+                }
+            }
+        }
+    }
+    assert!(seen > 20, "{seen} commands were found");
+}
+
+#[test]
 fn the_users_pages_stay_short_enough_to_be_read() {
     let words = |page: &String| read(page).split_whitespace().count();
     let counts: Vec<_> = users_pages().iter().map(|page| (words(page), page.clone())).collect();
