@@ -66,7 +66,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	$(MAKE) lint
 	$(MAKE) test-without-lint
 
-UNIT = architecture bench_device check_config deploy devices embedded_broker kernels launcher request_memory scores settings sound token_labels
+UNIT = architecture bench_device check_config deploy devices embedded_broker kernels launcher pages request_memory scores settings sound token_labels
 unit: ## the tests that need no broker, no network and no weights: about a minute, once compiled
 	$(CARGO) test --locked --workspace --lib $(UNIT:%=--test %)
 
