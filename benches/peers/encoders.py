@@ -1,5 +1,5 @@
 """`make bench`, encoders of other shapes: a decoder as an encoder, DeBERTa, labels of tokens; beside Celery and what people
-use. Prints a table, and writes it into docs/performance.md.
+use. Prints a table, and writes it into benches/RESULTS.md.
 
 Weights are random, since no trained ones can be had without a hub, and the time does not depend on them. Texts are those
 of `texts`, 35 tokens on average, one a task. Each system is measured ROUNDS (3) times, in turns, on the cores of CORES,

@@ -1,5 +1,5 @@
 """`make bench`, third part: text generation beside llama.cpp, transformers and Celery. Prints a table, and writes it
-into docs/performance.md.
+into benches/RESULTS.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores. All have
 the weights of one GGUF file, answer the same questions greedily, and give TOKENS tokens to each. GGUF names another
@@ -157,7 +157,7 @@ def write(found, cores, memory):
         ratio = statistics.median(of_round[ours] / of_round[name] for of_round in found)
         lines.append(f"| {name} | {statistics.median(it[name] for it in found):.0f} | {ratio:.2f} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"Medians of {len(found)} rounds in turns, cores {named}, RabbitMQ on them too. {MODEL.stem}, from"]
+    lines += ["", f"The rates are {page.rounds_of(len(found))}, on the cores {named}, which RabbitMQ shares. {MODEL.stem}, from"]
     lines += [f"one GGUF file; greedy answers of {TOKENS} tokens to short questions; prompts of some 300 tokens. transformers"]
     lines += ["computes the same weights in f32. One worker with all cores."]
     lines += [f"A second worker on the host shares the weights, and needs {memory:.0f} MB of its own."]
