@@ -39,13 +39,6 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         return Err(anyhow!(message).exits_with(Exit::Usage));
     }
     let request = arguments.command.request();
-    if let Request::SetBatch(change) = &request
-        && *change == Default::default()
-    {
-        return Err(
-            anyhow!("set-batch needs --max-tokens, --max-requests or --max-delay").exits_with(Exit::Usage)
-        );
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let result = runtime.block_on(async {
         let mut control = Control::open(&settings).await.map_err(with_exit)?;
@@ -184,7 +177,6 @@ fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotRepor
         Request::Ping
         | Request::Stats
         | Request::Active
-        | Request::SetBatch(_)
         | Request::LogLevel { .. }
         | Request::Cancel(_)
         | Request::CancelAll(_) => true,

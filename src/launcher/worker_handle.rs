@@ -21,7 +21,7 @@ use super::order::{Done, Outcome};
 use super::termination::Step;
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
-use crate::protocol::control::{BatchChange, Cancellation, Command, CrashRecord, Event, decode};
+use crate::protocol::control::{Cancellation, Command, CrashRecord, Event, decode};
 use crate::shutdown::{Exit, Phase};
 
 /// A killed worker that has not ended after this time is killed again.
@@ -31,7 +31,6 @@ const KILL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, Default)]
 pub(super) struct Overrides {
     pub(super) paused: bool,
-    pub(super) batch: BatchChange,
     pub(super) log_filter: Option<String>,
 }
 
@@ -117,9 +116,6 @@ impl WorkerHandle {
             let program = context.program.display().to_string();
             Refusal::Spawn { program, error }
         })?;
-        if overrides.batch != BatchChange::default() {
-            process.send(&Command::SetBatch(overrides.batch)).await;
-        }
         if let Some(filter) = &overrides.log_filter {
             process.send(&Command::LogLevel { filter: filter.clone() }).await;
         }

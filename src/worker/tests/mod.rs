@@ -80,7 +80,7 @@ impl Rig {
             withdrawn: Withdrawn::default(),
             reporter: Reporter::start_here(stdout.clone()),
             crashes: CrashRecords::default(),
-            settings: LiveSettings::default(),
+            pause: Pause::default(),
             cancellations: Cancellations::default(),
             traces: Traces::default(),
         };
