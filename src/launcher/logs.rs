@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value};
 
 use crate::protocol::control::{CrashTail, QUEUE_MADE};
-use crate::protocol::shorten;
+use crate::protocol::{printable, shorten};
 use crate::shutdown::Exit;
 
 /// Writes a JSON line unchanged.
@@ -105,7 +105,9 @@ fn message(log: &Map<String, Value>) -> String {
     let fields = log.get("fields").and_then(Value::as_object);
     let mut message =
         fields.and_then(|it| it.get("message")).and_then(Value::as_str).unwrap_or_default().to_owned();
-    for (name, value) in fields.into_iter().flatten().filter(|(name, _)| *name != "message") {
+    // A line of a library that logs with the crate `log` has fields with its target and place in the source.
+    let is_shown = |name: &str| name != "message" && !name.starts_with("log.");
+    for (name, value) in fields.into_iter().flatten().filter(|(name, _)| is_shown(name)) {
         message.push_str(&match value {
             Value::String(text) => format!(" {name}={text:?}"),
             other => format!(" {name}={other}"),
@@ -129,8 +131,7 @@ impl LogTail {
             self.0.pop_front();
         }
         // The tail is sent as JSON, in which a control character takes six bytes, such as `\u0000`.
-        let plain: String = line.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-        self.0.push_back(shorten(&plain, MAX_LINE_BYTES));
+        self.0.push_back(shorten(&printable(line), MAX_LINE_BYTES));
     }
 
     /// These lines, and how the process ended.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::error::Category;
 
 use super::stats::Stats;
-use super::{Task, shorten};
+use super::{Task, printable, shorten};
 
 /// Longest line that is read, in bytes. The longest line that is written is `start`, which holds the settings.
 pub const MAX_LINE: usize = 1 << 20;
@@ -256,7 +256,7 @@ pub struct TaskName {
 impl TaskName {
     /// The name of `task`. The id is shortened for log lines, and control characters are replaced.
     pub fn new(task: &Task) -> Self {
-        let id = task.id.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
+        let id = printable(&task.id);
         Self { id: shorten(&id, 80), fingerprint: task.fingerprint() }
     }
 }
