@@ -13,8 +13,8 @@ use tokio::time::sleep_until;
 
 use super::LauncherContext;
 use super::child::{ChildEvent, WorkerProcess};
+use super::device_health::DeviceWatch;
 use super::gpus::device_fault::DeviceFault;
-use super::health::DeviceWatch;
 use super::logs::forward_line;
 use super::oom;
 use super::order::{Done, Outcome};
@@ -93,10 +93,10 @@ impl WorkerHandle {
         overrides: &Overrides,
         is_successor: bool,
     ) -> Result<Self, Refusal> {
-        context.health.start_listening(&assignment.device);
+        context.device_health.start_listening(&assignment.device);
         // Subscribes before the driver's state is read, so that no later fault is missed.
-        let device_watch = context.health.device_watch(&assignment.device);
-        if let Some(device_fault) = context.health.blocking_fault(&assignment.device) {
+        let device_watch = context.device_health.device_watch(&assignment.device);
+        if let Some(device_fault) = context.device_health.blocking_fault(&assignment.device) {
             return Err(Refusal::Device(device_fault));
         }
         let sharers = context.board.slots_on(&assignment.device) + usize::from(is_successor);
