@@ -247,7 +247,7 @@ mod tests {
         }
     }
 
-    /// `launcher::logs` reads these lines, and inserts a slot after the message.
+    /// `launcher::logs` reads these lines, and inserts a slot before the message.
     #[test]
     fn a_line_of_json_has_its_keys_in_order() {
         let mut file = tempfile::tempfile().unwrap();
