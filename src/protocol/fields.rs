@@ -478,6 +478,14 @@ pub fn excerpt(raw: &str) -> String {
     }
 }
 
+/// An endpoint whose requests can share a task if their field `input_field` holds a text or a list of texts, and they have
+/// none of the fields `unless`. The field `data` of its replies has an item for each text.
+pub(super) struct SharingEndpoint {
+    pub(super) url: &'static str,
+    pub(super) input_field: &'static str,
+    pub(super) unless: &'static [&'static str],
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

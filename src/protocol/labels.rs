@@ -4,9 +4,9 @@
 use serde::Serialize;
 
 use super::candidate_labels::CandidateLabels;
+use super::fields::SharingEndpoint;
 use super::fields::{Fields, Keys, keys, texts};
 use super::reply::{Usage, to_json};
-use super::requests::SharingEndpoint;
 use super::{TaskError, TaskErrorKind};
 
 /// The URL of these requests.

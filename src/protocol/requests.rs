@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
+use super::fields::SharingEndpoint;
 use super::{
     Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
     transcriptions,
@@ -24,14 +25,6 @@ const INPUTS: [&[&str]; 6] =
 
 /// The endpoints whose requests can share a task.
 const SHARING: [SharingEndpoint; 2] = [embeddings::SHARING, labels::SHARING];
-
-/// An endpoint whose requests can share a task if their field `input_field` holds a text or a list of texts, and they have
-/// none of the fields `unless`. The field `data` of its replies has an item for each text.
-pub(super) struct SharingEndpoint {
-    pub(super) url: &'static str,
-    pub(super) input_field: &'static str,
-    pub(super) unless: &'static [&'static str],
-}
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
 /// multiplies by `n` for generated text and by the

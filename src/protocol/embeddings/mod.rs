@@ -5,7 +5,7 @@
 mod request;
 mod response;
 
-use super::requests::SharingEndpoint;
+use super::fields::SharingEndpoint;
 
 pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
