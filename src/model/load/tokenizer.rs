@@ -30,6 +30,11 @@ pub struct Tokens {
 }
 
 impl Tokens {
+    /// The bytes of memory that they take.
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>() + size_of_val(&*self.ids)
+    }
+
     /// Leaves the first `count` tokens out of the pooling.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use super::entailment::{self, Entailment};
 use super::names::ServedNames;
 pub use super::probabilities::{sigmoid, softmax};
 use super::{
-    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
+    MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, effort_of_texts, load_text_model,
     request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
@@ -30,6 +30,9 @@ use crate::protocol::reply::Usage;
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
 /// made for each label before the shape of a tensor confirms their number.
 const MAX_LABELS: usize = 1 << 20;
+
+/// The most labels of a model whose replies are brief work: a number takes about 30 ns to write.
+const MAX_BRIEF_LABELS: usize = 1_000;
 
 /// The labels of a classifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -244,8 +247,16 @@ impl Processor for LabelProcessor {
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        // Each label of a request puts a sentence of its template into the texts.
-        Effort::brief_if(message.body.len() <= BRIEF_BODY && self.entailment.is_none())
+        // Each label of a request puts a sentence of its template into the texts. The reply has a number for each label of
+        // the model.
+        match self.entailment {
+            None if self.labels.names.len() <= MAX_BRIEF_LABELS => effort_of_texts(&message.body, 0),
+            _ => Effort::Usual,
+        }
+    }
+
+    fn bytes(&self, tokens: &Tokens) -> usize {
+        tokens.bytes()
     }
 
     fn finish(&self, context: LabelContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {

@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
-    BRIEF_BODY, MAX_SEQ_LENGTH, MayBeCut, OnError, SharedReport, TextInputs, check_text_files,
-    read_tokenizer, request_text_files, text_input, text_limits,
+    MAX_SEQ_LENGTH, MayBeCut, OnError, SharedReport, TextInputs, check_text_files, read_tokenizer,
+    request_text_files, text_input, text_limits,
 };
 use crate::model::family::{
     Description, Example, Family, FileRules, LIBRARY_CONFIG, MODULES, Module, Sample, Serves,
@@ -23,7 +23,7 @@ use crate::model::nets::encoder::sparse::{
 };
 use crate::model::nets::encoder::text_config::TextConfig;
 use crate::model::{
-    Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
+    Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
 };
 use crate::protocol::sparse::{SparseRequest, URL, write_vectors};
 
@@ -229,8 +229,8 @@ impl Processor for SparseProcessor {
         Ok((SparseContext { selection, report }, inputs))
     }
 
-    fn effort(&self, message: &Message) -> Effort {
-        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+    fn bytes(&self, input: &SparseInput) -> usize {
+        input.tokens.bytes()
     }
 
     fn is_finish_slow(&self, context: &SparseContext) -> bool {
