@@ -2,6 +2,7 @@
 //! they make up. Decides the bounds of a request's options and of a reply. Pure; knows no model.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 
 use serde::Serialize;
 
@@ -15,7 +16,9 @@ const MAX_IGNORED: usize = 1_000;
 /// Maximum size of a label to leave out, in bytes.
 const MAX_LABEL_BYTES: usize = 1_000;
 /// Maximum size of a reply, in bytes.
-const MAX_REPLY_BYTES: usize = 8 << 20;
+pub const MAX_REPLY_BYTES: usize = 8 << 20;
+/// The fewest bytes of an entity in a reply and the comma after it, without its name.
+pub const MIN_ENTITY_BYTES: usize = 54;
 
 const KEYS: Keys = keys! {
     "aggregation_strategy", "ignore_labels", "input", "inputs", "model", "parameters", "stride", "truncate";
@@ -55,7 +58,7 @@ pub struct TokenLabelsRequest {
     /// How the tokens become entities.
     pub strategy: Strategy,
     /// Labels of tokens, or kinds of entities, that are left out.
-    pub ignored: Vec<String>,
+    pub ignored: HashSet<String>,
     /// The number of tokens that neighbouring windows of a long text share. None: a long text is cut.
     pub stride: Option<usize>,
     /// Whether texts that are too long are cut; otherwise they are refused.
@@ -117,9 +120,9 @@ fn strategy(options: &Fields<'_>) -> Result<Strategy, TaskError> {
     })
 }
 
-fn ignored(options: &Fields<'_>) -> Result<Vec<String>, TaskError> {
+fn ignored(options: &Fields<'_>) -> Result<HashSet<String>, TaskError> {
     let key = "ignore_labels";
-    let Some(raw) = options.get(key) else { return Ok(vec!["O".to_owned()]) };
+    let Some(raw) = options.get(key) else { return Ok(["O".to_owned()].into()) };
     if !raw.get().starts_with('[') {
         return Err(invalid(key, "a list of labels", raw.get()));
     }
@@ -128,7 +131,8 @@ fn ignored(options: &Fields<'_>) -> Result<Vec<String>, TaskError> {
         let message = format!("{key} holds {} items; at most {MAX_IGNORED} are allowed", labels.count);
         return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(key));
     }
-    each_item(&labels.items, key, |raw, path| bounded_string(raw, path, MAX_LABEL_BYTES))
+    let labels = each_item(&labels.items, key, |raw, path| bounded_string(raw, path, MAX_LABEL_BYTES))?;
+    Ok(labels.into_iter().collect())
 }
 
 fn stride(options: &Fields<'_>) -> Result<Option<usize>, TaskError> {
@@ -157,6 +161,14 @@ pub struct Entity<'a> {
     pub start: u32,
     /// The character after the last one.
     pub end: u32,
+}
+
+/// The error of a task whose entities do not fit into a reply.
+pub fn reply_too_large() -> TaskError {
+    let message = format!(
+        "the reply would have more than {MAX_REPLY_BYTES} bytes; send fewer texts, or more ignore_labels"
+    );
+    TaskError::new(TaskErrorKind::TooLarge, message)
 }
 
 /// Writes the body of a reply, entity by entity.
@@ -191,13 +203,7 @@ impl EntityWriter {
         }
         serde_json::to_writer(&mut self.body, entity)
             .map_err(|error| TaskError::internal(format!("the reply cannot be written: {error}")))?;
-        if self.body.len() > MAX_REPLY_BYTES {
-            let message = format!(
-                "the reply would have more than {MAX_REPLY_BYTES} bytes; send fewer texts, or more ignore_labels"
-            );
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
-        }
-        Ok(())
+        if self.body.len() > MAX_REPLY_BYTES { Err(reply_too_large()) } else { Ok(()) }
     }
 
     /// Ends the list of a text.
@@ -228,7 +234,7 @@ mod tests {
     fn options_are_fields_or_those_of_hugging_face_and_have_defaults() {
         let plain = parse(r#"{"input":"a"}"#).unwrap();
         assert_eq!((plain.strategy, plain.stride, plain.truncate), (Strategy::Simple, None, true));
-        assert_eq!((plain.ignored, plain.is_list), (vec!["O".to_owned()], false));
+        assert_eq!((plain.ignored, plain.is_list), (["O".to_owned()].into(), false));
         let theirs =
             r#"{"inputs":["a"],"parameters":{"aggregation_strategy":"max","ignore_labels":[],"stride":4.0}}"#;
         let theirs = parse(theirs).unwrap();
@@ -314,6 +320,14 @@ mod tests {
         };
         let one = json!({"entity_group": "PER", "score": 0.5, "word": "\"é", "start": 1, "end": 3});
         assert_eq!(write(false, &[2]), json!([one, one]));
+        let least = Entity {
+            entity_group: None,
+            entity: Some(""),
+            score: 1.0,
+            word: String::new(),
+            ..entity.clone()
+        };
+        assert!(serde_json::to_string(&least).unwrap().len() + ",".len() >= MIN_ENTITY_BYTES);
         assert_eq!(write(false, &[0]), json!([]));
         assert_eq!(write(true, &[0, 1, 0, 2]), json!([[], [one], [], [one, one]]));
         let mut writer = EntityWriter::new(false);

@@ -7,7 +7,6 @@
 //! computed and pooled in tiles, and only the numbers that are not 0 leave this file.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::Device;
 
@@ -16,6 +15,7 @@ use super::{Output, TextNetwork};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{Precision, Weights};
+use crate::model::nets::held::{Held, Share};
 use crate::model::ops::{Activation, Panels, activate, in_parallel, layer_norm, multiply_rows};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind};
 
@@ -53,26 +53,25 @@ pub struct Selection {
     pub top_k: Option<usize>,
     /// The smallest number that is kept.
     pub threshold: f32,
-    /// The count of numbers in the task's vectors that exist now.
-    held: AtomicUsize,
+    held: Held,
 }
 
 impl Selection {
     /// Keeps the `top_k` largest numbers of a vector that are not below `threshold`.
     pub fn new(top_k: Option<usize>, threshold: f32) -> Self {
-        Self { top_k, threshold, held: AtomicUsize::new(0) }
+        Self { top_k, threshold, held: Held::default() }
     }
 
     /// The count of numbers in the task's vectors that exist now.
     pub fn held(&self) -> usize {
-        self.held.load(Ordering::Relaxed)
+        self.held.total()
     }
 
     /// Makes a vector of the numbers that are kept. `numbers` has one for each token of the vocabulary.
     ///
     /// # Errors
     /// `Internal` if a number is not finite, `TooLarge` if the task's vectors have too many numbers together.
-    fn vector(self: &Arc<Self>, numbers: impl Iterator<Item = f32>) -> Result<SparseVector, TaskError> {
+    fn vector(&self, numbers: impl Iterator<Item = f32>) -> Result<SparseVector, TaskError> {
         let mut pairs: Vec<(u32, f32)> = Vec::new();
         for (index, number) in numbers.enumerate() {
             if !number.is_finite() {
@@ -89,16 +88,15 @@ impl Selection {
         }
         // The space of numbers that were left out would stay allocated until the reply is written.
         pairs.shrink_to_fit();
-        let count = self.held.fetch_add(pairs.len(), Ordering::Relaxed) + pairs.len();
-        let vector = SparseVector { pairs, selection: self.clone() };
-        if count > MAX_NUMBERS {
+        let share = self.held.add(pairs.len());
+        if self.held() > MAX_NUMBERS {
             let message = format!(
                 "the sparse vectors of the texts have more than {MAX_NUMBERS} numbers together; send fewer texts, or a \
                  smaller top_k or a larger threshold"
             );
             return Err(TaskError::new(TaskErrorKind::TooLarge, message));
         }
-        Ok(vector)
+        Ok(SparseVector { pairs, _share: share })
     }
 }
 
@@ -115,20 +113,13 @@ pub struct SparseInput {
 pub struct SparseVector {
     /// Tokens of the vocabulary, in ascending order, and their numbers, all above 0.
     pairs: Vec<(u32, f32)>,
-    selection: Arc<Selection>,
+    _share: Share,
 }
 
 impl SparseVector {
     /// Tokens of the vocabulary, in ascending order, and their numbers, all above 0.
     pub fn pairs(&self) -> &[(u32, f32)] {
         &self.pairs
-    }
-}
-
-impl Drop for SparseVector {
-    /// A batch may be computed again. Vectors that are gone must not count then.
-    fn drop(&mut self) {
-        self.selection.held.fetch_sub(self.pairs.len(), Ordering::Relaxed);
     }
 }
 
@@ -391,7 +382,7 @@ mod tests {
     }
 
     fn pairs(selection: Selection, numbers: &[f32]) -> Vec<(u32, f32)> {
-        Arc::new(selection).vector(numbers.iter().copied()).unwrap().pairs().to_vec()
+        selection.vector(numbers.iter().copied()).unwrap().pairs().to_vec()
     }
 
     #[test]
@@ -421,7 +412,7 @@ mod tests {
 
     #[test]
     fn the_numbers_of_a_task_are_bounded_together_and_vectors_that_are_gone_do_not_count() {
-        let selection = Arc::new(Selection::default());
+        let selection = Selection::default();
         let ones = |count: usize| std::iter::repeat_n(1.0, count);
         let first = selection.vector(ones(MAX_NUMBERS - 10)).unwrap();
         let last = selection.vector(ones(10)).unwrap();
@@ -434,7 +425,7 @@ mod tests {
         assert!(selection.vector(ones(100)).is_ok());
         drop(last);
         assert_eq!(selection.held(), 0);
-        let other = Arc::new(Selection::new(Some(3), 0.0));
+        let other = Selection::new(Some(3), 0.0);
         assert_eq!(other.vector(ones(MAX_NUMBERS + 1)).unwrap().pairs(), [(0, 1.0), (1, 1.0), (2, 1.0)]);
     }
 
@@ -447,7 +438,7 @@ mod tests {
             let block = VocabularyBlock { weights: Panels::new(&[1.0, 1.0], 1), bias: vec![0.0, 1.0] };
             let (mut logits, mut pooled) = ([0.0; 6], [0.0; 2]);
             block.pool(&[1.0, bad, 2.0], pooling, &mut logits, &mut pooled);
-            let error = Arc::new(Selection::default()).vector(pooled.into_iter()).unwrap_err();
+            let error = Selection::default().vector(pooled.into_iter()).unwrap_err();
             assert_eq!(error.kind, TaskErrorKind::Internal, "{sums} {bad}");
         }
     }
