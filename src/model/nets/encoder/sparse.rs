@@ -195,6 +195,10 @@ impl MaskedHead {
     /// Reads the head. The projection's matrix is that of the token embeddings, unless it has one of its own in the
     /// files. Without `is_tied` it must have its own.
     ///
+    /// The bias has two names in the reference library. If the head is tied, they mean one tensor, and most files have
+    /// only the second. If the two differ, the library uses the first. If the head is not tied, it uses the first alone,
+    /// and zeros in its place.
+    ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     fn load(
@@ -215,11 +219,15 @@ impl MaskedHead {
         } else {
             format!("{}{}", weights.prefix(), family.token_embeddings())
         };
-        // The bias has two names in the reference library, which mean one tensor. Most files have only the second. If
-        // they differ, that library uses the first.
         let own_bias = format!("{}.bias", names.projection);
-        let bias =
-            weights.values(if weights.has(&own_bias) { &own_bias } else { names.bias }, &[vocabulary])?;
+        let bias = if weights.has(&own_bias) {
+            weights.values(&own_bias, &[vocabulary])?
+        } else if is_tied || names.bias == own_bias {
+            weights.values(names.bias, &[vocabulary])?
+        } else {
+            tracing::warn!("the files have no {own_bias}; it is zero, as in the transformers library");
+            vec![0.0; vocabulary]
+        };
         let matrix = weights.values(&matrix, &[vocabulary, hidden])?;
         let blocks = matrix.chunks(TILE_COLUMNS * hidden).zip(bias.chunks(TILE_COLUMNS));
         let block = |(columns, bias): (&[f32], &[f32])| VocabularyBlock {
