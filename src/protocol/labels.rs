@@ -15,7 +15,7 @@ pub const URL: &str = "/classify";
 pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 /// Requests that can share a task.
 pub(super) const SHARING: SharingEndpoint =
-    SharingEndpoint { url: URL, input_field: "input", unless: &["labels", "parameters"] };
+    SharingEndpoint { url: URL, input_fields: &["input"], unless: &["labels", "parameters"], unwraps: false };
 
 const KEYS: Keys = keys! {
     "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",

@@ -6,9 +6,13 @@ use serde::Serialize;
 use super::TaskError;
 use super::fields::{Fields, Keys, keys, texts};
 use super::reply::to_json;
+use super::requests::SharingEndpoint;
 
 /// The URL of these requests.
 pub const URL: &str = "/embed_sparse";
+/// Requests that can share a task.
+pub(super) const SHARING: SharingEndpoint =
+    SharingEndpoint { url: URL, input_fields: &["inputs", "input"], unless: &[], unwraps: false };
 
 const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";

@@ -250,7 +250,7 @@ impl Job {
                 }
             },
         };
-        let inputs = packed.rows.iter().map(|row| row.inputs).sum();
+        let inputs = packed.rows.iter().map(|row| row.share.inputs).sum();
         self.tally.count(packed.rows.len() as u64, inputs, &Answer::of(&reply));
         packed.rows.iter().zip(lines).try_for_each(|(row, line)| match status {
             200 => self.put(row.number, line),
