@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::published_files::{ResultFile, ResultFiles};
-use super::requests::{self, Requests, fields_of, of_file, requests_in};
+use super::requests::{self, Requests, check_fields, fields_of, of_file, requests_in};
 use super::show::Show;
 use super::{Registry, broker_session, load, pool_named, progress, start_logging};
 use crate::broker::BrokerError;
@@ -59,6 +59,8 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         None => {
             let mut tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
             let fields = fields_of(&arguments.field).exits_with(Exit::Usage)?;
+            let url = arguments.url.as_deref().or_else(|| model_url(pool, registry));
+            check_fields(url, &fields).exits_with(Exit::Usage)?;
             let added = tasks.iter_mut().try_for_each(|task| task.body.add_fields(&fields));
             added.map_err(|problem| anyhow!("--field: {problem}")).exits_with(Exit::Usage)?;
             let total = tasks.len() as u64;

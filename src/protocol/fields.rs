@@ -254,6 +254,11 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
 }
 
 impl Keys {
+    /// Whether requests have a field of this name, which this server may refuse.
+    pub fn has(&self, name: &str) -> bool {
+        self.supported.contains(&name) || self.unsupported.iter().any(|it| it.key == name)
+    }
+
     /// The error of an unknown `key` that is one letter away from a known one.
     pub fn mistyped(&self, key: &str) -> Option<TaskError> {
         if NOT_TYPOS.contains(&key) {

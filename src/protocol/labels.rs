@@ -17,7 +17,7 @@ pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 pub(super) const SHARING: SharingEndpoint =
     SharingEndpoint { url: URL, input_fields: &["input"], unless: &["labels", "parameters"], unwraps: false };
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",
     "truncate";
     "activation" = "true", "add_generation_prompt" = "false", "add_special_tokens" = "true",

@@ -7,15 +7,16 @@
 //! Does no I/O. The file of an endpoint decides what its requests mean to a model, and names the fields that are read
 //! here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
+use super::fields::Keys;
 use super::{
     Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
-    token_labels, transcriptions,
+    token_labels, transcriptions, zero_shot,
 };
 
 /// The fields that hold the inputs of requests.
@@ -34,6 +35,40 @@ pub(super) struct SharingEndpoint {
     pub(super) unless: &'static [&'static str],
     /// Whether the reply to one text that is in no list is its item.
     pub(super) unwraps: bool,
+}
+
+/// The fields of requests by their URLs. Some URLs have several kinds of requests.
+const FIELDS: [(&str, &Keys); 15] = [
+    (captions::URL, &captions::KEYS),
+    (embeddings::URL, &embeddings::KEYS),
+    (generate::CHAT_URL, &generate::CHAT),
+    (generate::COMPLETIONS_URL, &generate::COMPLETIONS),
+    (image_generation::URL, &image_generation::KEYS),
+    (images::URL, &images::KEYS),
+    (labels::URL, &labels::KEYS),
+    (images::URL, &zero_shot::KEYS),
+    (rerank::RERANK_URL, &rerank::RERANK),
+    (rerank::SCORE_URL, &rerank::SCORE),
+    (sparse::URL, &sparse::KEYS),
+    (speech::SPEECH_URL, &speech::KEYS),
+    (token_labels::URL, &token_labels::KEYS),
+    (transcriptions::TRANSCRIPTIONS_URL, &transcriptions::KEYS),
+    (transcriptions::TRANSLATIONS_URL, &transcriptions::KEYS),
+];
+
+/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a field
+/// that a user gives by hand should have an effect. Of a URL that is not built in, nothing is known.
+///
+/// # Errors
+/// A message with the fields that there are.
+pub fn check_field(url: &str, name: &str) -> Result<(), String> {
+    let kinds = || FIELDS.iter().filter(|(known, _)| *known == url).map(|(_, keys)| *keys);
+    if kinds().next().is_none() || kinds().any(|keys| keys.has(name)) {
+        return Ok(());
+    }
+    let names: BTreeSet<&str> = kinds().flat_map(|keys| keys.supported).copied().collect();
+    let names = names.into_iter().collect::<Vec<_>>().join(", ");
+    Err(format!("{url} has no such field; it takes {names}"))
 }
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
@@ -280,6 +315,27 @@ mod tests {
         ] {
             assert_eq!(count_inputs(body.as_bytes()), inputs, "{body}");
         }
+    }
+
+    #[test]
+    fn a_field_that_no_request_of_a_url_has_is_refused_with_those_that_there_are() {
+        for (url, name) in [
+            (labels::URL, "top_k"),
+            (labels::URL, "image_url"),
+            (token_labels::URL, "stride"),
+            (sparse::URL, "normalize"),
+            (transcriptions::TRANSLATIONS_URL, "keywords"),
+            ("/v1/of/mine", "anything"),
+        ] {
+            assert_eq!(check_field(url, name), Ok(()), "{url} {name}");
+        }
+        for (url, name) in [(sparse::URL, "aggregation_strategy"), (speech::SPEECH_URL, "lang")] {
+            let refused = check_field(url, name).unwrap_err();
+            assert!(refused.starts_with(&format!("{url} has no such field; it takes ")), "{refused}");
+        }
+        assert!(
+            check_field(sparse::URL, "x").unwrap_err().contains("prompt_name, threshold, top_k, truncate")
+        );
     }
 
     #[test]

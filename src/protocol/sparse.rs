@@ -14,7 +14,7 @@ pub const URL: &str = "/embed_sparse";
 pub(super) const SHARING: SharingEndpoint =
     SharingEndpoint { url: URL, input_fields: &["inputs", "input"], unless: &[], unwraps: false };
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";
     "add_special_tokens" = "true", "dimensions" = "null", "encoding_format" = "\"float\"", "errors" = "\"task\"",
     "normalize" = "false", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""

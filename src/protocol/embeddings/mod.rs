@@ -7,6 +7,7 @@ mod response;
 
 use super::requests::SharingEndpoint;
 
+pub(super) use request::KEYS;
 pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
 
