@@ -78,10 +78,7 @@ impl CaptionRequest {
 
     fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = match fields.get("parameters") {
-            Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         let in_parameters = parameters.as_ref();
         let prompt = match fields.get("prompt").or_else(|| in_parameters?.get("prompt")) {

@@ -138,6 +138,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The fields of an object.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn object(&self, key: &str, keys: &Keys) -> Result<Option<Self>, TaskError> {
+        self.get(key).map(|raw| Self::parse(raw.get().as_bytes(), keys)).transpose()
+    }
+
     /// A string.
     ///
     /// # Errors
@@ -300,6 +308,39 @@ pub fn texts(raw: &RawValue, key: &str, max_items: usize) -> Result<Vec<String>,
         return Err(invalid(key, "a string or a list of strings", raw.get()));
     }
     each_item(&list(raw.get(), key, max_items)?, key, string)
+}
+
+/// The texts of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Texts {
+    /// At least one.
+    pub items: Vec<String>,
+    /// Whether they came as a list. If so, errors name a text by its index.
+    pub is_list: bool,
+    /// The field that has them.
+    field: &'static str,
+}
+
+impl Texts {
+    /// Reads the one of two fields that the request has.
+    ///
+    /// # Errors
+    /// As [`texts`], and `BadInput` if it has both or neither.
+    pub fn read(
+        fields: &Fields<'_>,
+        name: &'static str,
+        other: &'static str,
+        max_items: usize,
+    ) -> Result<Self, TaskError> {
+        let field = fields.either(name, other)?;
+        let input = fields.required(field)?;
+        Ok(Self { items: texts(input, field, max_items)?, is_list: input.get().starts_with('['), field })
+    }
+
+    /// The path of text `index` in the body.
+    pub fn path(&self, index: usize) -> String {
+        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
+    }
 }
 
 /// Reads each item of the list at `path`. `read` takes the item and its path.

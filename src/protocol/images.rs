@@ -86,10 +86,8 @@ impl ImagesRequest {
 
     fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let top_k_in_parameters = match fields.get("parameters") {
-            Some(raw) => Fields::parse(raw.get().as_bytes(), &PARAMETERS)?.positive("top_k")?,
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
+        let top_k_in_parameters = parameters.map(|it| it.positive("top_k")).transpose()?.flatten();
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         Ok(Self {
             images,

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, bounded_string, each_item, first_items, invalid, keys, texts, whole};
+use super::fields::{Fields, Keys, Texts, bounded_string, each_item, first_items, invalid, keys, whole};
 use super::requests::SharingEndpoint;
 use super::{TaskError, TaskErrorKind};
 
@@ -51,12 +51,8 @@ named! {
 /// Texts whose tokens are to be labelled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenLabelsRequest {
-    /// At least one.
-    pub texts: Vec<String>,
-    /// The field of the texts, for errors that name one of them.
-    field: &'static str,
-    /// Whether the texts came as a list. If so, the reply is a list of lists.
-    pub is_list: bool,
+    /// The texts. If they came as a list, the reply is a list of lists.
+    pub texts: Texts,
     /// The model asked for, if any.
     pub model: Option<String>,
     /// How the tokens become entities.
@@ -77,10 +73,7 @@ impl TokenLabelsRequest {
     /// and the value.
     pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = match fields.get("parameters") {
-            Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
         if parameters.is_some()
             && let Some(key) = PARAMETERS.supported.iter().find(|key| fields.get(key).is_some())
         {
@@ -88,12 +81,8 @@ impl TokenLabelsRequest {
             return Err(TaskError::bad_input(*key, message));
         }
         let options = parameters.as_ref().unwrap_or(&fields);
-        let field = fields.either("input", "inputs")?;
-        let input = fields.required(field)?;
         let request = Self {
-            texts: texts(input, field, max_texts)?,
-            field,
-            is_list: input.get().starts_with('['),
+            texts: Texts::read(&fields, "input", "inputs", max_texts)?,
             model: fields.string("model")?,
             strategy: strategy(options)?,
             ignored: ignored(options)?,
@@ -105,11 +94,6 @@ impl TokenLabelsRequest {
             return Err(TaskError::bad_input("stride", message));
         }
         Ok(request)
-    }
-
-    /// The path of text `index` in the body.
-    pub fn path(&self, index: usize) -> String {
-        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
     }
 }
 
@@ -238,15 +222,15 @@ mod tests {
     fn options_are_fields_or_those_of_hugging_face_and_have_defaults() {
         let plain = parse(r#"{"input":"a"}"#).unwrap();
         assert_eq!((plain.strategy, plain.stride, plain.truncate), (Strategy::Simple, None, true));
-        assert_eq!((plain.ignored, plain.is_list), (["O".to_owned()].into(), false));
+        assert_eq!((plain.ignored, plain.texts.is_list), (["O".to_owned()].into(), false));
         let theirs =
             r#"{"inputs":["a"],"parameters":{"aggregation_strategy":"max","ignore_labels":[],"stride":4.0}}"#;
         let theirs = parse(theirs).unwrap();
         assert_eq!(
-            (theirs.strategy, theirs.stride, theirs.path(0).as_str()),
+            (theirs.strategy, theirs.stride, theirs.texts.path(0).as_str()),
             (Strategy::Max, Some(4), "inputs[0]")
         );
-        assert!(theirs.ignored.is_empty() && theirs.is_list);
+        assert!(theirs.ignored.is_empty() && theirs.texts.is_list);
     }
 
     #[test]

@@ -92,10 +92,7 @@ impl ZeroShotRequest {
 
     fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = match fields.get("parameters") {
-            Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         let labels = CandidateLabels::in_json(&fields, parameters.as_ref(), DEFAULT_TEMPLATE)?;
         let labels = labels.ok_or_else(missing_labels)?;

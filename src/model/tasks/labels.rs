@@ -10,7 +10,6 @@ use serde_json::Value;
 
 use super::entailment::{self, Entailment};
 use super::names::ServedNames;
-pub use super::probabilities::{sigmoid, softmax};
 use super::{
     MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, effort_of_texts, load_text_model,
     request_text_files, text_input, text_limits,
@@ -20,10 +19,11 @@ use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
+pub use crate::model::ops::probabilities::{sigmoid, softmax};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::fields::excerpt;
+use crate::protocol::fields::{Texts, excerpt};
 use crate::protocol::labels::{ClassifyRequest, URL, ZeroShot, write_best_labels, write_labels};
 use crate::protocol::reply::Usage;
 
@@ -222,7 +222,7 @@ impl Processor for LabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = ClassifyRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let ClassifyRequest { top_k, raw_scores, is_list, .. } = request;
+        let ClassifyRequest { top_k, raw_scores, texts: Texts { is_list, .. }, .. } = request;
         if let Some(zero_shot) = request.zero_shot.take() {
             let field = zero_shot.labels.field;
             let entailment = self.entailment.ok_or_else(|| {
@@ -236,9 +236,9 @@ impl Processor for LabelProcessor {
             let zero_shot = Some((entailment, zero_shot));
             return Ok((LabelContext { top_k, raw_scores, zero_shot, is_list, report }, inputs));
         }
-        let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
+        let (texts, tokenizer) = (std::mem::take(&mut request.texts.items), self.tokenizer.clone());
         let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
-            let path = || request.path(index);
+            let path = || request.texts.path(index);
             let tokens = tokenizer.text(&text).map_err(|error| error.with_param(path()))?;
             text_input(tokens, request.truncate, path, tokenizer.max_tokens())
         });

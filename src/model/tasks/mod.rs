@@ -13,7 +13,6 @@ pub mod labels;
 mod logit_score;
 mod names;
 pub mod pairs;
-mod probabilities;
 pub(super) mod sentence_settings;
 pub mod sparse;
 pub mod speak;

@@ -124,7 +124,7 @@ impl SparseVector {
 }
 
 /// The names of a head's tensors, and its activation.
-struct Names {
+pub struct HeadNames {
     dense: &'static str,
     activation: Activation,
     norm: &'static str,
@@ -133,44 +133,51 @@ struct Names {
     bias: &'static str,
 }
 
-/// The names for a network's architecture. None if its head is not supported.
-fn names(config: &NetworkConfig) -> Option<Names> {
-    Some(match config.family {
-        Family::Bert => Names {
-            dense: "cls.predictions.transform.dense",
-            activation: config.activation,
-            norm: "cls.predictions.transform.LayerNorm",
-            projection: "cls.predictions.decoder",
-            bias: "cls.predictions.bias",
-        },
-        Family::DistilBert => Names {
-            dense: "vocab_transform",
-            activation: config.activation,
-            norm: "vocab_layer_norm",
-            projection: "vocab_projector",
-            bias: "vocab_projector.bias",
-        },
-        Family::Roberta | Family::MpNet => Names {
-            dense: "lm_head.dense",
-            activation: Activation::Gelu,
-            norm: "lm_head.layer_norm",
-            projection: "lm_head.decoder",
-            bias: "lm_head.bias",
-        },
-        Family::ModernBert => Names {
-            dense: "head.dense",
-            activation: Activation::Gelu,
-            norm: "head.norm",
-            projection: "decoder",
-            bias: "decoder.bias",
-        },
-        Family::Nomic | Family::Electra | Family::Deberta | Family::T5 => return None,
-    })
+impl HeadNames {
+    /// The names for a network's architecture. None if its head is not supported.
+    pub fn of(config: &NetworkConfig) -> Option<Self> {
+        Some(match config.family {
+            Family::Bert => Self {
+                dense: "cls.predictions.transform.dense",
+                activation: config.activation,
+                norm: "cls.predictions.transform.LayerNorm",
+                projection: "cls.predictions.decoder",
+                bias: "cls.predictions.bias",
+            },
+            Family::DistilBert => Self {
+                dense: "vocab_transform",
+                activation: config.activation,
+                norm: "vocab_layer_norm",
+                projection: "vocab_projector",
+                bias: "vocab_projector.bias",
+            },
+            Family::Roberta | Family::MpNet => Self {
+                dense: "lm_head.dense",
+                activation: Activation::Gelu,
+                norm: "lm_head.layer_norm",
+                projection: "lm_head.decoder",
+                bias: "lm_head.bias",
+            },
+            Family::ModernBert => Self {
+                dense: "head.dense",
+                activation: Activation::Gelu,
+                norm: "head.norm",
+                projection: "decoder",
+                bias: "decoder.bias",
+            },
+            Family::Nomic | Family::Electra | Family::Deberta | Family::T5 => return None,
+        })
+    }
 }
 
-/// Whether the head for masked tokens of this architecture is supported.
-pub fn has_head(config: &NetworkConfig) -> bool {
-    names(config).is_some()
+/// How a head makes vectors.
+pub struct SparseHead {
+    /// How its logits become numbers.
+    pub pooling: SparsePooling,
+    /// Its tensors.
+    pub names: HeadNames,
+    /// Whether it may use the matrix of the token embeddings. Otherwise it must have one of its own.
+    pub is_tied: bool,
 }
 
 /// The head of `…ForMaskedLM`.
@@ -204,7 +211,7 @@ impl MaskedHead {
     fn load(
         weights: &Weights,
         config: &NetworkConfig,
-        names: &Names,
+        names: &HeadNames,
         is_tied: bool,
     ) -> Result<Self, LoadError> {
         let NetworkConfig { hidden, vocabulary, family, eps, .. } = *config;
@@ -310,7 +317,6 @@ pub struct SparseNetwork {
 
 impl SparseNetwork {
     /// Loads the network onto its device, and compares its results with those of a CPU, as [`TextNetwork::load`] does.
-    /// Without `is_tied`, the head must have a matrix of its own for the vocabulary.
     ///
     /// # Errors
     /// As [`TextNetwork::load`].
@@ -320,17 +326,13 @@ impl SparseNetwork {
         files: &ModelFiles,
         config: &NetworkConfig,
         tokenizer: &TextTokenizer,
-        pooling: SparsePooling,
-        is_tied: bool,
+        head: &SparseHead,
     ) -> Result<Self, LoadError> {
-        let names = names(config).ok_or_else(|| LoadError::Unsupported {
-            model: spec.source.clone(),
-            reason: "the head for masked tokens of this architecture is not supported".to_owned(),
-        })?;
         let tokens = TextNetwork::load_encoder(spec, device, files, config, tokenizer, &Output::Tokens)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
-        Ok(Self { tokens, head: MaskedHead::load(&weights, config, &names, is_tied)?, pooling })
+        let SparseHead { pooling, names, is_tied } = head;
+        Ok(Self { tokens, head: MaskedHead::load(&weights, config, names, *is_tied)?, pooling: *pooling })
     }
 
     /// The vectors of texts, given the network's vectors of the tokens of each.

@@ -183,7 +183,7 @@ struct Preparation {
 impl Preparation {
     /// Makes the input of each window of a text.
     fn inputs(&self, index: usize, mut text: String) -> Result<Vec<SizedInput<WindowInput>>, TaskError> {
-        let path = || self.request.path(index);
+        let path = || self.request.texts.path(index);
         let max_windows = self.max_windows;
         let too_large = |what: String| TaskError::new(TaskErrorKind::TooLarge, what).with_param(path());
         let windows =
@@ -268,7 +268,7 @@ impl Processor for TokenLabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = TokenLabelsRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let items = mem::take(&mut request.texts);
+        let items = mem::take(&mut request.texts.items);
         let bytes: usize = items.iter().map(String::len).sum();
         let further = FREE_WINDOW_TOKENS.max(bytes * WINDOW_TOKENS_PER_BYTE) / self.tokenizer.max_tokens();
         let max_windows = self.max_inputs.min(items.len() + further);
@@ -282,7 +282,8 @@ impl Processor for TokenLabelProcessor {
         };
         let is_long = request.stride.is_some() && items.iter().any(|text| text.len() > LONG_TEXT);
         let texts = Arc::new(Mutex::new(items.iter().map(|_| Text::default()).collect::<Vec<_>>()));
-        let (strategy, stride, is_list) = (request.strategy, request.stride.unwrap_or(0), request.is_list);
+        let (strategy, stride, is_list) =
+            (request.strategy, request.stride.unwrap_or(0), request.texts.is_list);
         let ignored = mem::take(&mut request.ignored);
         let task = Arc::new(TaskLabels { strategy, ignored, stride, bytes: Held::default() });
         let preparation = Preparation {

@@ -8,7 +8,7 @@ use super::entities::{Labelled, Token, entities, label_parts};
 use crate::model::load::tokenizer::Tokens;
 use crate::model::nets::encoder::TextNetwork;
 use crate::model::nets::held::{Held, Share};
-use crate::model::tasks::probabilities::softmax;
+use crate::model::ops::probabilities::softmax;
 use crate::model::{Forward, ForwardError, TaskError};
 use crate::protocol::token_labels::{MAX_REPLY_BYTES, MIN_ENTITY_BYTES, Strategy, reply_too_large};
 
