@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot read the tree fails")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -81,8 +81,7 @@ const FENCES: &[(&str, &str)] = &[
     ("png", "src/protocol"),
     ("sconce_phonemes", "src/model/tasks/speak"),
     ("arrow_array", "src/client/batch_file"),
-    ("arrow_cast", "src/client/batch_file"),
-    ("arrow_csv", "src/client/batch_file"),
+    ("csv", "src/client/batch_file"),
     ("parquet", "src/client/batch_file"),
     ("axum", "src/admin"),
     ("prometheus_client", "src/admin"),
@@ -108,6 +107,9 @@ const KERNELS_NEED: &[&str] = &["libc", "memmap2", "pulp", "rayon", "serde", "th
 
 /// The same for their tests and benches.
 const KERNELS_TESTS_NEED: &[&str] = &["criterion", "half", "libm", "mimalloc"];
+
+/// The crates in `examples/`.
+const EXAMPLES: [&str; 4] = ["image-classifier", "segformer", "text-head", "toy-generator"];
 
 /// Rooms without any asynchronous runtime.
 const WITHOUT_TOKIO: &[&str] = &["protocol", "batching", "backoff", "model", "config", "cli", "telemetry"];
@@ -282,9 +284,25 @@ fn every_file_opens_by_saying_what_it_decides() {
 #[test]
 fn the_examples_of_models_of_ones_own_stay_short() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for example in ["image-classifier", "segformer", "text-head", "toy-generator"] {
+    for example in EXAMPLES {
         let text = fs::read_to_string(root.join("examples").join(example).join("src/main.rs")).unwrap();
         let is_code = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("//");
         assert!(text.lines().filter(is_code).count() < 100, "{example}");
+    }
+}
+
+/// Tests compile them as examples of sconce itself, where a dependency that the manifest lacks would not be missed.
+#[test]
+fn every_crate_that_an_example_names_is_in_its_manifest() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let manifest = fs::read_to_string(folder.join("../Cargo.toml")).unwrap();
+    let dependency = |line: &str| line.split_once(" = ").map(|(name, _)| name.to_owned());
+    let ours = manifest.lines().filter_map(dependency).chain(["sconce".to_owned()]).collect::<BTreeSet<_>>();
+    for example in EXAMPLES {
+        let code = fs::read_to_string(folder.join(example).join("src/main.rs")).unwrap();
+        let manifest = fs::read_to_string(folder.join(example).join("Cargo.toml")).unwrap();
+        let its = manifest.lines().filter_map(dependency).collect::<BTreeSet<_>>();
+        let named = ours.iter().filter(|name| names(&code, &name.replace('-', "_"))).collect::<Vec<_>>();
+        assert!(named.len() > 1 && named.iter().all(|name| its.contains(*name)), "{example}: {named:?}");
     }
 }

@@ -192,20 +192,18 @@ fn resource(worker: &str) -> Resource {
         .build()
 }
 
+/// Traces whose ended spans are stored, for tests.
 #[cfg(test)]
-mod tests {
+pub(crate) mod recording {
     use opentelemetry_sdk::error::OTelSdkResult;
     use opentelemetry_sdk::trace::{Span, SpanData, SpanProcessor};
     use parking_lot::Mutex;
 
     use super::*;
 
-    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
-    const PARENT: &str = "b7ad6b7169203331";
-
     /// Stores the ended spans.
     #[derive(Clone, Debug, Default)]
-    struct Recorder(Arc<Mutex<Vec<SpanData>>>);
+    pub(crate) struct Recorder(Arc<Mutex<Vec<SpanData>>>);
 
     impl SpanProcessor for Recorder {
         fn on_start(&self, _: &mut Span, _: &Context) {}
@@ -224,14 +222,14 @@ mod tests {
     }
 
     impl Recorder {
-        fn take(&self) -> SpanData {
-            let mut spans = std::mem::take(&mut *self.0.lock());
-            assert_eq!(spans.len(), 1, "{spans:?}");
-            spans.remove(0)
+        /// Returns the ended spans, and forgets them.
+        pub(crate) fn take(&self) -> Vec<SpanData> {
+            std::mem::take(&mut *self.0.lock())
         }
     }
 
-    fn traces(sample: f64) -> (Traces, Recorder) {
+    /// Traces that record this share of those without a decision from upstream.
+    pub(crate) fn traces(sample: f64) -> (Traces, Recorder) {
         let recorder = Recorder::default();
         let provider = SdkTracerProvider::builder().with_span_processor(recorder.clone());
         let provider = provider
@@ -246,6 +244,21 @@ mod tests {
             system: "rabbitmq",
         };
         (Traces::with_provider(provider, origin), recorder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::recording::{Recorder, traces};
+    use super::*;
+
+    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+    const PARENT: &str = "b7ad6b7169203331";
+
+    fn only(recorder: &Recorder) -> opentelemetry_sdk::trace::SpanData {
+        let mut spans = recorder.take();
+        assert_eq!(spans.len(), 1, "{spans:?}");
+        spans.remove(0)
     }
 
     fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
@@ -293,7 +306,7 @@ mod tests {
         span.set_attribute("sconce.status", "failed");
         span.fail("no".into());
         drop(span);
-        let span = recorder.take();
+        let span = only(&recorder);
         assert_eq!((span.name.as_ref(), span.parent_span_id.to_string().as_str()), ("process q", PARENT));
         assert_eq!(span.span_context.trace_state().header(), "vendor=1");
         let found: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
@@ -307,7 +320,7 @@ mod tests {
         let span = begin(&traces, Some("00-1-2-01"));
         assert!(!span.is_continued() && context::parse(&span.traceparent(), None).is_some());
         drop(span);
-        assert_eq!(recorder.take().span_context.trace_state().header(), "");
+        assert_eq!(only(&recorder).span_context.trace_state().header(), "");
     }
 
     #[test]
@@ -315,11 +328,11 @@ mod tests {
         let (traces, recorder) = traces(0.0);
         assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
         traces.batch(pass(Vec::new()));
-        assert_eq!(recorder.0.lock().len(), 0);
+        assert!(recorder.take().is_empty());
         let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
         let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
         traces.batch(pass(links));
-        let batch = recorder.take();
+        let batch = only(&recorder);
         assert_eq!((batch.links.len(), batch.status), (MAX_LINKS, Status::error("gone")));
         assert_ne!(batch.span_context.trace_id().to_string(), TRACE);
     }

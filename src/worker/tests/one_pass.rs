@@ -339,6 +339,7 @@ async fn a_reply_that_reaches_nobody_parks_the_task_and_not_the_result() {
     rig.memory.deliver([task("a", "gone", &json!({"input": "twice"}))]);
     let letter = rig.memory.until_published(DEAD, 1).await.remove(0);
     assert_eq!(letter.properties.headers["reason"].as_str(), Some("unroutable"));
+    assert!(letter.properties.headers["error"].as_str().is_some_and(|error| error.contains("gone")));
     assert_eq!(body(&letter), json!({"input": "twice"}));
     assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
 }

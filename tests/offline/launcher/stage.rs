@@ -13,7 +13,7 @@ use sconce::launcher::{Host, LaunchSpec, PreparedLauncher, plan};
 use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase, Stop};
 
-use crate::wait::until;
+use crate::support::wait::until;
 
 pub const PATIENCE: Duration = Duration::from_secs(60);
 pub const READY: &str = r#"echo '{"event":"ready","device":"cpu","load_ms":1}'"#;

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use super::processes::children;
+use crate::support::processes::children;
 
 /// No test waits longer for anything.
 pub const PATIENCE: Duration = Duration::from_secs(90);

@@ -6,9 +6,9 @@ use sconce::launcher::status_board::StatusBoard;
 use sconce::protocol::admin::State;
 use sconce::shutdown::Exit;
 
-use crate::forward;
-use crate::stage::{OBEY, READY, Stage, slot_is};
-use crate::wait::until;
+use super::forward;
+use super::stage::{OBEY, READY, Stage, slot_is};
+use crate::support::wait::until;
 
 fn is_stuck(board: &StatusBoard) -> bool {
     board.read(|status| status.slots["embed/0"].stuck_since.is_some())

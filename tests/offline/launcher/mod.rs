@@ -12,13 +12,6 @@ use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase};
 use serde_json::{Value, json};
 
-#[path = "../support/nvml.rs"]
-#[allow(dead_code, reason = "each test crate uses a part of it")]
-mod nvml;
-#[path = "../support/wait.rs"]
-#[allow(dead_code, reason = "each test crate uses a part of it")]
-mod wait;
-
 mod fitness;
 mod orders;
 mod replace;

@@ -2,12 +2,13 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::process::Command;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::processes::lives;
 use super::rig::{Rig, eventually, slow_lines};
+use crate::support::processes::lives;
 
 /// One line a forward pass, so that a run lasts long enough to be stopped in its middle.
 const ONE_BY_ONE: [&str; 4] = ["--set", "pool[0].batch.max_requests=1", "--set", "pool[0].prefetch=2"];
@@ -85,7 +86,8 @@ fn a_killed_worker_is_replaced_and_every_line_is_answered_once() {
 fn a_worker_too_late_for_a_sentinel_does_not_keep_the_run_from_its_end() {
     let rig = Rig::new(&slow_lines(8, 100));
     let (program, late) = (rig.path("sconce"), rig.path("late"));
-    fs::copy(env!("CARGO_BIN_EXE_sconce"), &program).unwrap();
+    // By another process: children of other tests would inherit the open file, and a program that is open cannot be run.
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_sconce")).arg(&program).status().unwrap().success());
     fs::write(&late, "#!/bin/sh\ncat >'/dev/null'\n").unwrap();
     fs::set_permissions(&late, fs::Permissions::from_mode(0o755)).unwrap();
     let settings = ["--set", "launcher.shutdown_grace=1s", "--set", "launcher.restart_delay=10ms"];

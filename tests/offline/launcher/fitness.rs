@@ -17,9 +17,9 @@ use sconce::shutdown::{Exit, Stop};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::nvml::{DIVIDED, PARTS, WHOLE, driver};
-use crate::stage::{OBEY, READY, Stage, slot_is};
-use crate::wait::until;
+use super::stage::{OBEY, READY, Stage, slot_is};
+use crate::support::nvml::{DIVIDED, PARTS, WHOLE, driver};
+use crate::support::wait::until;
 
 /// Ready on the device that it is shown.
 const READY_THERE: &str =
@@ -119,7 +119,8 @@ async fn metrics(board: Arc<StatusBoard>) -> String {
 
 #[tokio::test]
 async fn a_gpu_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back() {
-    const NAME: &str = "fitness::a_gpu_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back";
+    const NAME: &str =
+        "launcher::fitness::a_gpu_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back";
     let Some(driver) = Driver::of(NAME) else { return };
     let stage = Driver::stage(&format!("{READY_THERE}; {OBEY}"));
     let exit = stage.run_asked(async |_, board| {
@@ -145,7 +146,8 @@ async fn a_gpu_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back() {
 
 #[tokio::test]
 async fn a_gpu_parts_event_concerns_that_part_and_one_of_the_gpu_all_its_parts() {
-    const NAME: &str = "fitness::a_gpu_parts_event_concerns_that_part_and_one_of_the_gpu_all_its_parts";
+    const NAME: &str =
+        "launcher::fitness::a_gpu_parts_event_concerns_that_part_and_one_of_the_gpu_all_its_parts";
     let Some(driver) = Driver::of(NAME) else { return };
     let stage = Driver::stage(&format!("{READY_THERE}; {OBEY}"));
     let exit = stage.run_asked(async |_, board| {
@@ -167,7 +169,8 @@ async fn a_gpu_parts_event_concerns_that_part_and_one_of_the_gpu_all_its_parts()
 
 #[tokio::test]
 async fn an_applications_fault_kills_no_worker_and_explains_one_that_dies_of_it() {
-    const NAME: &str = "fitness::an_applications_fault_kills_no_worker_and_explains_one_that_dies_of_it";
+    const NAME: &str =
+        "launcher::fitness::an_applications_fault_kills_no_worker_and_explains_one_that_dies_of_it";
     let Some(driver) = Driver::of(NAME) else { return };
     let dies = "[ $slot$life = 01 ] && { while [ ! -f die ]; do sleep 0.02; done; exit 83; }";
     let stage = Driver::stage(&format!("{READY_THERE}\n{dies}\n{OBEY}"));
@@ -188,7 +191,8 @@ async fn an_applications_fault_kills_no_worker_and_explains_one_that_dies_of_it(
 
 #[tokio::test]
 async fn a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order() {
-    const NAME: &str = "fitness::a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order";
+    const NAME: &str =
+        "launcher::fitness::a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order";
     let Some(driver) = Driver::of(NAME) else { return };
     let mut stage = Driver::stage(&format!("{READY_THERE}; {OBEY}"));
     stage.policy.max_quick_failures = 3;
@@ -220,7 +224,7 @@ async fn a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order() 
 
 #[tokio::test]
 async fn a_worker_stopped_on_request_has_stopped_though_its_device_is_lost() {
-    const NAME: &str = "fitness::a_worker_stopped_on_request_has_stopped_though_its_device_is_lost";
+    const NAME: &str = "launcher::fitness::a_worker_stopped_on_request_has_stopped_though_its_device_is_lost";
     let Some(driver) = Driver::of(NAME) else { return };
     let said = r#"echo '{"event":"stopped","cause":"sentinel","exit":80}'"#;
     let lasts = format!("[ $slot = 0 ] && {{ {said}; trace stopped; exec sleep 100; }}");

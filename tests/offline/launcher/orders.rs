@@ -6,8 +6,8 @@ use sconce::protocol::control::BatchChange;
 use sconce::shutdown::Exit;
 use serde_json::Value;
 
-use crate::stage::{OBEY, READY, Stage, slot_is};
-use crate::wait::until;
+use super::stage::{OBEY, READY, Stage, slot_is};
+use crate::support::wait::until;
 
 fn slot(index: usize) -> Target {
     Target::Slot(format!("host/embed/{index}"))

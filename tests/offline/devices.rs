@@ -8,10 +8,7 @@ use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
-#[path = "support/nvml.rs"]
-mod nvml;
-
-use nvml::{DIVIDED, LOST, PARTS, WHOLE, driver};
+use crate::support::nvml::{DIVIDED, LOST, PARTS, WHOLE, driver};
 
 fn sconce(libraries: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));

@@ -8,8 +8,8 @@ use sconce::protocol::admin::Request;
 use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::Exit;
 
-use crate::stage::{OBEY, READY, Stage, slot_is};
-use crate::wait::until;
+use super::stage::{OBEY, READY, Stage, slot_is};
+use crate::support::wait::until;
 
 /// A line in a trace that all slots share, in the order of time.
 const SHARED: &str = r#"say() { echo "$slot/$life $1" >> story; }"#;

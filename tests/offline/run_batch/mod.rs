@@ -7,8 +7,6 @@ mod lines;
 mod made_by;
 mod poison;
 mod pools;
-#[path = "../support/processes.rs"]
-mod processes;
 mod results;
 mod rig;
 mod terminal;
