@@ -115,7 +115,7 @@ fn with_exit(error: JobError) -> anyhow::Error {
         JobError::Output(ref cause) if cause.kind() == io::ErrorKind::Unsupported => {
             anyhow::Error::new(error).exits_with(Exit::Usage)
         }
-        JobError::InputChanged(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
+        JobError::InputChanged(_) | JobError::Refused(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
         JobError::Withdrawn(_) => anyhow::Error::new(error).exits_with(Exit::Aborted),
         JobError::Input { .. } | JobError::Output(_) => error.into(),
     }

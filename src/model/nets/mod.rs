@@ -9,6 +9,7 @@ pub mod decoder;
 pub mod diffusion;
 pub mod encoder;
 mod fitness;
+pub mod held;
 pub mod hibari;
 pub mod image;
 #[cfg(feature = "candle-transformers")]
