@@ -4,8 +4,7 @@
 use serde::Serialize;
 
 use super::TaskError;
-use super::fields::SharingEndpoint;
-use super::fields::{Fields, Keys, Texts, keys};
+use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
 use super::reply::to_json;
 
 /// The URL of these requests.
