@@ -17,7 +17,7 @@ use tokio::time::timeout;
 
 use super::WorkerError;
 use super::cancellations::Waiting;
-use super::live_settings::LiveSettings;
+use super::pause::Pause;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
@@ -78,7 +78,7 @@ pub(super) struct Intake<'a> {
     /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement.
     granted: u16,
     stop: Stop,
-    settings: LiveSettings,
+    pause: Pause,
     cancellations: Waiting,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
@@ -116,7 +116,7 @@ impl<'a> Intake<'a> {
         shared: Arc<Shared>,
         consumers: Consumers<'a>,
         stop: Stop,
-        settings: LiveSettings,
+        pause: Pause,
         cancellations: Waiting,
     ) -> Self {
         Self {
@@ -125,7 +125,7 @@ impl<'a> Intake<'a> {
             consumers,
             turn: Source::FIRST,
             stop,
-            settings,
+            pause,
             cancellations,
             in_flight: BTreeMap::new(),
             runs: JoinSet::new(),
@@ -186,7 +186,7 @@ impl<'a> Intake<'a> {
                     return Err(error.unwrap_or_else(closed));
                 }
                 cancellations = self.cancellations.take() => self.cancel_all(&cancellations),
-                () = self.settings.wait_for_pause(), if self.phase == Phase::Running => self.finish("pause").await,
+                () = self.pause.wait_until_set(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("stop requested").await;
                 }

@@ -45,6 +45,7 @@ mod settling;
 mod several_queues;
 mod shutdown;
 mod silent;
+mod start_page;
 mod strict;
 mod submit;
 mod threads;

@@ -8,6 +8,7 @@ use crate::cli::{DeadRequeue, DeadWhich};
 use crate::client::dead::{DeadLetterSummary, Fate, Listing, Requeued, Selection, requeue};
 use crate::commands::tolerate_broken_pipe;
 use crate::protocol::dead_letter::DeadLetter;
+use crate::protocol::printable;
 use crate::shutdown::Exit;
 
 /// Requeues dead letters. With `--dry-run`, prints which ones it would requeue and to which queue.
@@ -40,7 +41,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
         };
         requeue(&mut session, &mut requeued, report_stayed).await
     };
-    let queues = view::printable(&session.selection.queue_names());
+    let queues = printable(&session.selection.queue_names());
     let closed = close(session).await;
     let mut out = Vec::new();
     table::write_table(&mut listing, &mut out, "TO")?;
