@@ -10,7 +10,6 @@ mod queues;
 mod retries;
 mod sequences;
 #[cfg(feature = "otlp")]
-#[cfg(feature = "otlp")]
 mod tracing;
 
 use std::io::Write;
