@@ -143,6 +143,9 @@ async fn a_rolling_update_in_both_directions_loses_no_task_that_waits_in_a_retry
     let [background, third] = ["b", "c"].map(|end| format!("{}.{end}", base.tasks));
     let old = base.clone().set("pool[0].background_queue", &background);
     let new = base.clone().with_queue("b", "background = true").with_queue("c", "");
+    // Forward: the old worker puts tasks of both its queues into retry queues, and is replaced meanwhile.
+    let before = Sconce::launch(&old);
+    before.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&base.replies).await;
     let publish = async |queue: &str, round: &str| {
@@ -157,9 +160,6 @@ async fn a_rolling_update_in_both_directions_loses_no_task_that_waits_in_a_retry
         }
     };
 
-    // Forward: the old worker puts tasks of both its queues into retry queues, and is replaced meanwhile.
-    let before = Sconce::launch(&old);
-    before.consumes(2).await;
     publish(&base.tasks, "forward").await;
     publish(&background, "forward").await;
     let retry = format!("{}.retry-6000ms", base.tasks);
