@@ -4,9 +4,8 @@
 use serde::Serialize;
 
 use super::candidate_labels::CandidateLabels;
-use super::fields::{Fields, Keys, Texts, keys};
+use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
 use super::reply::{Usage, to_json};
-use super::requests::SharingEndpoint;
 use super::{TaskError, TaskErrorKind};
 
 /// The URL of these requests.

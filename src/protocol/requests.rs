@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use super::fields::Keys;
+use super::fields::{Keys, SharingEndpoint};
 use super::{
     Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
     token_labels, transcriptions, zero_shot,
@@ -26,16 +26,6 @@ const INPUTS: [&[&str]; 6] =
 /// The endpoints whose requests can share a task.
 const SHARING: [SharingEndpoint; 4] =
     [embeddings::SHARING, labels::SHARING, sparse::SHARING, token_labels::SHARING];
-
-/// An endpoint whose requests can share a task if one of their fields `input_fields` holds a text or a list of texts, and
-/// they have none of the fields `unless`. A reply is a list with an item for each text, or has one as its field `data`.
-pub(super) struct SharingEndpoint {
-    pub(super) url: &'static str,
-    pub(super) input_fields: &'static [&'static str],
-    pub(super) unless: &'static [&'static str],
-    /// Whether the reply to one text that is in no list is its item.
-    pub(super) unwraps: bool,
-}
 
 /// The fields of requests by their URLs. Some URLs have several kinds of requests.
 const FIELDS: [(&str, &Keys); 15] = [

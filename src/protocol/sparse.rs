@@ -4,9 +4,8 @@
 use serde::Serialize;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, Texts, keys};
+use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
 use super::reply::to_json;
-use super::requests::SharingEndpoint;
 
 /// The URL of these requests.
 pub const URL: &str = "/embed_sparse";

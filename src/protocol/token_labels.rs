@@ -6,8 +6,9 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, Texts, bounded_string, each_item, first_items, invalid, keys, whole};
-use super::requests::SharingEndpoint;
+use super::fields::{
+    Fields, Keys, SharingEndpoint, Texts, bounded_string, each_item, first_items, invalid, keys, whole,
+};
 use super::{TaskError, TaskErrorKind};
 
 /// The URL of these requests.

@@ -243,10 +243,7 @@ fn already_complete(
     }
     let (lines, errors) = (point.total, point.errors.total());
     let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
-    for remark in remarks {
-        let _ = writeln!(summary, "{remark}");
-    }
-    summary += &batch_errors::summary(&point.errors);
+    summary += &batch_errors::summary(remarks, false, &point.errors, 0);
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
     Ok(batch_errors::exit_of(&point.errors))
@@ -263,13 +260,8 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     let failed = all_errors.total();
     let mut summary =
         format!("{now} of {total} lines answered now, {before} before; {failed} with an error\n");
-    for remark in output.results.remarks() {
-        let _ = writeln!(summary, "{remark}");
-    }
-    if !output.results.names_errors() {
-        summary += &batch_errors::summary(all_errors);
-    }
-    summary += &batch_errors::of_truncated(output.truncated);
+    let (remarks, names_errors) = (output.results.remarks(), output.results.names_errors());
+    summary += &batch_errors::summary(&remarks, names_errors, all_errors, output.truncated);
     if let Some(repeated) = &output.repeated_ids {
         let _ = writeln!(summary, "warning: {repeated}");
     }

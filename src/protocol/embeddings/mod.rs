@@ -5,7 +5,7 @@
 mod request;
 mod response;
 
-use super::requests::SharingEndpoint;
+use super::fields::SharingEndpoint;
 
 pub(super) use request::KEYS;
 pub use request::{EmbeddingRequest, Input};
