@@ -14,7 +14,7 @@
 //! | level | room | decides |
 //! |---|---|---|
 //! | – | `crates/kernels` | what networks compute on a CPU, on slices. A separate crate, used by `model/ops`; `config` takes only the names of vector units from it |
-//! | 0 | `named` | how an enum and the names of its values are written |
+//! | 0 | `enum_names` | how an enum and the names of its values are written |
 //! | 0 | `protocol` | how bytes become a task, reply, part of a reply, sentinel, control line or batch line, and back |
 //! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
 //! | 0 | `backoff` | capped, jittered delays |
@@ -51,7 +51,7 @@
 //!   inputs does not hold up the others.
 
 #[macro_use]
-mod named;
+mod enum_names;
 
 pub mod app;
 mod backoff;

@@ -122,11 +122,6 @@ impl<T> Batcher<T> {
         self.policy.max_tokens = max_tokens;
     }
 
-    /// Changes the bounds of further batches.
-    pub fn set_policy(&mut self, policy: Policy) {
-        self.policy = policy;
-    }
-
     /// The bounds of batches.
     pub fn policy(&self) -> Policy {
         self.policy

@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype as NumberType, TensorView, serialize_to_file};
 use sconce::model::nets::encoder::sparse::{SparseInput, SparseNetwork};
 use sconce::model::tasks::sparse::{self, SparseProcessor};
 use sconce::model::{Device, Dtype, Forward, LoadSpec, Processor};
@@ -89,6 +91,38 @@ fn vectors_are_those_of_a_sparse_encoder_together_and_to_the_bit_alone() {
     for name in FIXTURES {
         equals_the_reference(&mut load(&fixture(name)), name);
     }
+}
+
+/// transformers 5.24 sets `lm_head.decoder.bias` to zeros if the files lack it, and adds no `lm_head.bias` in its place.
+#[test]
+fn a_head_that_is_not_tied_has_no_bias_but_its_own() {
+    let (own, of_tied) = ("lm_head.decoder.bias", "lm_head.bias");
+    let bytes = std::fs::read(fixture("sparse-roberta").join("model.safetensors")).expect("a file");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let tensors: Vec<_> = file.iter().filter(|(name, _)| *name != own).collect();
+    let shape = file.tensor(own).expect("the bias").shape().to_vec();
+    let zeros = vec![0; 4 * shape[0]];
+    let zeros = (own, TensorView::new(NumberType::F32, shape, &zeros).expect("a tensor"));
+    let mut all = Vec::new();
+    for (with_zeros, is_tied) in [(false, false), (true, false), (false, true)] {
+        let copy = tempfile::tempdir().expect("a folder");
+        let mut cp = std::process::Command::new("cp");
+        let status = cp.arg("-r").arg(fixture("sparse-roberta").join(".")).arg(copy.path()).status();
+        assert!(status.expect("cp").success());
+        let tensors = tensors.iter().cloned().chain(with_zeros.then(|| zeros.clone()));
+        serialize_to_file(tensors, None, &copy.path().join("model.safetensors")).expect("written");
+        let path = copy.path().join("config.json");
+        let config = std::fs::read(&path).expect("a file");
+        let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+        config["tie_word_embeddings"] = json!(is_tied);
+        std::fs::write(&path, config.to_string()).expect("written");
+        all.push(vectors(
+            &mut load(copy.path()),
+            &json!({"inputs": ["the tide", "A man is playing a guitar"]}),
+        ));
+    }
+    assert_eq!(all[0], all[1]);
+    assert!(file.tensor(of_tied).is_ok() && all[0] != all[2], "a tied head uses the other name");
 }
 
 #[test]

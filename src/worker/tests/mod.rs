@@ -10,6 +10,7 @@ mod places;
 mod retries;
 mod sequences;
 #[cfg(feature = "otlp")]
+#[cfg(feature = "otlp")]
 mod tracing;
 
 use std::io::Write;
@@ -95,7 +96,7 @@ impl Rig {
             withdrawn: Withdrawn::default(),
             reporter: Reporter::start_here(stdout.clone()),
             crashes: CrashRecords::default(),
-            settings: LiveSettings::default(),
+            pause: Pause::default(),
             cancellations: Cancellations::default(),
             traces,
         };

@@ -2,7 +2,6 @@
 
 use sconce::protocol::admin::Request;
 use sconce::protocol::admin::{State, Target};
-use sconce::protocol::control::BatchChange;
 use sconce::shutdown::Exit;
 use serde_json::Value;
 
@@ -75,21 +74,18 @@ async fn what_was_ordered_holds_for_the_worker_that_comes_after_a_death() {
     let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        let change = BatchChange { max_tokens: Some(77), ..BatchChange::default() };
-        for order in [Request::Pause, Request::SetBatch(change), Request::LogLevel { filter: "debug".into() }]
-        {
+        for order in [Request::Pause, Request::LogLevel { filter: "debug".into() }] {
             assert!(handle.order(Target::All, order).await[0].1.is_ok());
         }
-        stage.wait_for_lines("trace-0", 3).await;
+        stage.wait_for_lines("trace-0", 2).await;
         stage.kill(0);
-        stage.wait_for_lines("trace-0", 5).await;
+        stage.wait_for_lines("trace-0", 3).await;
         stage.drain();
     });
     assert_eq!(exit.await, Exit::Done);
     let told = stage.lines("trace-0");
-    let batch = r#"{"command":"set_batch","max_tokens":77,"max_requests":null,"max_delay_ms":null}"#;
-    assert_eq!(told[1], batch);
-    assert_eq!(told[3..5], [batch, r#"{"command":"log_level","filter":"debug"}"#]);
+    let filter = r#"{"command":"log_level","filter":"debug"}"#;
+    assert_eq!(told[1..3], [filter, filter]);
     let paused: Vec<Value> =
         stage.lines("start-0").iter().map(|it| serde_json::from_str(it).unwrap()).collect();
     assert_eq!((&paused[0]["paused"], &paused[1]["paused"]), (&false.into(), &true.into()));

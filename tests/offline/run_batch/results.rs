@@ -119,9 +119,17 @@ fn fields_are_part_of_each_request_and_of_what_a_result_is_known_by() {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
     fs::remove_file(rig.path("subs/one.json")).unwrap();
-    let ended = run(&["langage=de"]);
-    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
-    assert!(ended.stderr.contains("did you mean language?"), "{}", ended.stderr);
+    for (field, words) in [
+        ("lang=de", "--field lang: /v1/audio/transcriptions has no such field; it takes"),
+        ("language=klingon", "stopped, since it concerns all rows: language"),
+        ("temperature=hot", "stopped, since it concerns all rows: temperature"),
+    ] {
+        let ended = run(&[field]);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+        assert!(!rig.path("subs/one.json").exists());
+    }
+    assert_eq!(run(&german).code, Some(0), "what was refused is not in the way");
     for flags in [["--field", "a=1"], ["--id-column", "id"]] {
         let lines = rig.run_echo(&flags);
         assert_eq!(lines.code, Some(64), "{}", lines.stderr);

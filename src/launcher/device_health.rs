@@ -22,7 +22,7 @@ const UNRESPONSIVE: Duration = Duration::from_secs(30);
 
 /// What the driver has reported of each device. Shared by all slots.
 #[derive(Default)]
-pub(super) struct Health {
+pub(super) struct DeviceHealth {
     /// Whether the thread that listens to the driver was started, or could not be.
     is_started: AtomicBool,
     /// Locked for reading or writing a few values.
@@ -57,9 +57,9 @@ pub(super) struct DeviceWatch {
     seen: u64,
 }
 
-impl Health {
+impl DeviceHealth {
     /// Starts to listen to the driver, unless that was done before or `device` is no GPU. The thread ends when nobody
-    /// else holds this `Health`.
+    /// else holds this `DeviceHealth`.
     pub(super) fn start_listening(self: &Arc<Self>, device: &str) {
         if device == "cpu" || self.is_started.swap(true, Ordering::Relaxed) {
             return;
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn a_failed_device_gets_no_worker_until_the_driver_reports_it_usable() {
-        let health = Health::default();
+        let health = DeviceHealth::default();
         assert_eq!(health.blocking_fault("GPU-a"), None, "nothing is known yet");
         health.record(state(Some(device_fault(Kind::OffTheBus, LOST))));
         assert_eq!(health.blocking_fault("GPU-a"), Some(device_fault(Kind::OffTheBus, LOST)));
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn only_watches_that_existed_before_a_failure_report_it_and_only_once() {
-        let health = Health::default();
+        let health = DeviceHealth::default();
         let (mut watch_a, mut watch_b) = (health.device_watch("GPU-a"), health.device_watch("GPU-b"));
         health.record(event(Severity::Process));
         assert_eq!(watch_a.failure().now_or_never(), None, "no reason to kill a worker");
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn an_event_is_recent_for_a_while_unless_it_is_ignored() {
-        let health = Health::default();
+        let health = DeviceHealth::default();
         health.record(event(Severity::Ignored));
         assert_eq!(health.recent_event("GPU-a"), None);
         health.record(event(Severity::Process));
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn an_unresponsive_driver_prevents_every_start_on_a_gpu() {
-        let health = Health::default();
+        let health = DeviceHealth::default();
         health.record(state(None));
         let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
         health.status.lock().last_report = silent;
