@@ -42,7 +42,7 @@ pub use options::{OptionDefault, OptionProblem, OptionSpec, Options, Takes, chec
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use public_address::is_public;
-pub use read::{AllowedSource, Devices, Secret};
+pub use read::{AllowedSource, Devices, Secret, TaskQueue};
 pub use redact::redact_url;
 pub use settings::{
     Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Replace, Retry, S3,
