@@ -14,7 +14,7 @@ from sconce_model import ClassProblem, Input, Model, Task, TaskError, testing
 
 
 def test_a_function_answers_embeddings_in_the_order_of_its_texts() -> None:
-    [one, many] = testing.run(classes.lengths, [{"input": "four"}, {"input": ["a", "", "three" * 4]}], batch=2)
+    [one, many] = testing.run(classes.lengths, [b'{"input": "\\ud83d\\ude00 is"}', {"input": ["a", "", "three" * 4]}], batch=2)
     assert one.json()["data"] == [{"object": "embedding", "index": 0, "embedding": [4.0, 0.5]}]
     assert [it["embedding"] for it in many.json()["data"]] == [[1.0, 0.5], [0.0, 0.5], [20.0, 0.5]]
     assert many.json()["usage"] == {"prompt_tokens": 7, "total_tokens": 7} and many.json()["model"] == "model"
@@ -41,6 +41,8 @@ def test_numbers_answer_scores() -> None:
     [
         (b"{", 400, "the body is not JSON: "),
         (b"[" * 100_000, 400, "the body is not JSON: "),
+        (b'{"input": "a", "top": NaN}', 400, "the body is not JSON: NaN is no JSON"),
+        (b'{"input": "\\ud83d"}', 400, "the body is not JSON: 'utf-8' codec can't encode character"),
         (["input"], 400, "the body must be a JSON object"),
         ({}, 400, "the field 'input' is missing"),
         ({"input": []}, 400, "input must be a text or a list of texts"),
@@ -111,7 +113,6 @@ def options(**types: Any) -> type:
         (lambda: of(forward=None, stream=no_yield), "Wrong.stream must be `async def`, with `yield`"),
         (lambda: of(forward=no_yield), "Wrong.forward must be `def`, not `async def`"),
         (lambda: of(urls=["/classify"]), "answers /classify, and so needs finish(self, task, outputs): only /v1/embeddings"),
-        (lambda: of(Options=options(a=dict)), "Options.a has the type dict; an option is a bool, int"),
         (lambda: of(Options=options(a=(int, "3"))), "Options.a is '3' by default; its type is int"),
         (lambda: of(Options=options(a="Nowhere")), "the types of Options cannot be read: name 'Nowhere' is not defined"),
     ],
@@ -127,7 +128,7 @@ def test_options_are_checked_and_completed() -> None:
         urls = ("/v1/embeddings",)
 
         class Options:
-            weights: Optional[str] = None
+            weights: Optional[str] = None  # noqa: UP045 - Python 3.9 reads it
             top = 5
             ratio: float = 1
 

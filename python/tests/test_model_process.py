@@ -14,6 +14,8 @@ from typing import Any, Callable
 
 import pytest
 
+from sconce_model._wire import written
+
 HERE = Path(__file__).resolve().parent
 PATIENCE = 30.0
 
@@ -38,7 +40,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=place,
+            preexec_fn=place,  # noqa: PLW1509 - the tests have no threads
             pass_fds=(3, 4),
             text=True,
         )
@@ -169,6 +171,8 @@ def test_a_class_with_finish_keeps_its_outputs(start: Start) -> None:
 def test_each_failure_of_a_batch_is_told_apart(start: Start) -> None:
     process = start("Fussy", options={"name": "a"})
     process.ready()
+    half = process.prepare(3, b"\xed\xa0\x80", "/count", content_type="text/plain")
+    assert half["message"].startswith("UnicodeDecodeError: 'utf-8' codec can't decode byte 0xed")
     words = ["placed", "refused", "broken", "memory", "few"]
     process.prepare(1, {"input": words})
     placed = process.forward([1, 0, 1])
@@ -331,3 +335,8 @@ def test_a_class_that_ends_the_process_ends_it(start: Start) -> None:
 def test_without_a_worker_it_says_what_to_do() -> None:
     done = subprocess.run([sys.executable, "-m", "sconce_model"], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "sconce_model.testing.run" in done.stderr
+
+
+def test_half_a_surrogate_pair_in_an_error_does_not_spoil_its_frame() -> None:
+    [frame] = written("refused", task=7, message="no voice \ud83d")
+    assert json.loads(frame[4:]) == {"type": "refused", "task": 7, "message": "no voice ?", "buffers": []}

@@ -10,10 +10,11 @@ import os
 import stat
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Callable, NoReturn, TypeVar
+from typing import Any
 
 from . import _bodies
 from ._class import find, options_from, options_of, routes, type_name
@@ -24,7 +25,6 @@ from ._work import computed, finished, load, prepared
 
 MODEL_FD, SIDE_FD = 3, 4
 DTYPES = {"auto": "float32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-T = TypeVar("T")
 
 
 @dataclass
@@ -189,18 +189,6 @@ def body_fields(body: Body) -> dict[str, Any]:
     return {"content_type": body.content_type, "buffers": [body.data]}
 
 
-def fail(channel: Channel, stage: str, error: BaseException) -> NoReturn:
-    """Says why there is no model, and ends."""
-    if isinstance(error, ClassProblem):
-        message = str(error)
-    else:
-        print(short_traceback(error), file=sys.stderr, flush=True)
-        message = f"{stage}: {last_line(error)}"
-    is_operators = isinstance(error, (ClassProblem, ImportError, SyntaxError))
-    channel.write("failed", kind="operator" if is_operators else "model", message=message)
-    os._exit(1)
-
-
 def described(kind: type[Model], options: Any) -> dict[str, Any]:
     """What the worker is told of a class."""
     own = [
@@ -220,44 +208,42 @@ def described(kind: type[Model], options: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def stage(channel: Channel, name: str) -> Iterator[None]:
+    """Says why there is no model, and ends, if there is none."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - the class's own, SystemExit too
+        message = str(error)
+        if not isinstance(error, ClassProblem):
+            print(short_traceback(error), file=sys.stderr, flush=True)
+            message = f"{name}: {last_line(error)}"
+        is_operators = isinstance(error, (ClassProblem, ImportError, SyntaxError))
+        channel.write("failed", kind="operator" if is_operators else "model", message=message)
+        os._exit(1)
+
+
 def main() -> None:
     """Makes the model that the worker's first frame names, then serves."""
-    for fd in (MODEL_FD, SIDE_FD):
-        try:
-            is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
-        except OSError:
-            is_socket = False
-        if not is_socket:
-            sys.exit("sconce_model is started by a worker of sconce; to try a class, call sconce_model.testing.run")
-        os.set_inheritable(fd, False)
+    if not all(map(is_socket, (MODEL_FD, SIDE_FD))):
+        sys.exit("sconce_model is started by a worker of sconce; to try a class, call sconce_model.testing.run")
     channel, side = Channel(MODEL_FD), Channel(SIDE_FD)
     start = channel.read()
-
-    def step(stage: str, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except BaseException as error:  # noqa: BLE001 - the class's own, SystemExit too
-            fail(channel, stage, error)
-
-    def options() -> tuple[type[Model], Any]:
+    with stage(channel, "import"):
         if start.get("version") != VERSION:
             raise ClassProblem(f"sconce speaks version {start.get('version')} with a model in Python, and sconce_model {VERSION}")
         kind = find(start["file"] or start["module"], start["class"])
-        return kind, options_from(kind, start["options"])
-
-    kind, found = step("import", options)
-    channel.write("described", **described(kind, found))
+        channel.write("described", **described(kind, options_from(kind, start["options"])))
     if start["mode"] == "describe":
         os._exit(0)
-    fields = Worker.__dataclass_fields__
-    worker = Worker(**{name: start[name] for name in fields if name in start})
-    device = "cpu" if start["device"] == "cpu" else "cuda:0"
-    dtype = DTYPES.get(start["dtype"], start["dtype"])
-    model = step("load", lambda: load(kind, device, dtype, start["options"], worker))
-    probe = step("probe", lambda: probe_of(model))
-    ready = {"url": probe.url, "content_type": probe.content_type} if probe else None
+    with stage(channel, "load"):
+        worker = Worker(**{name: start[name] for name in Worker.__dataclass_fields__})
+        device = "cpu" if start["device"] == "cpu" else "cuda:0"
+        model = load(kind, device, DTYPES.get(start["dtype"], start["dtype"]), start["options"], worker)
+        probe = probe_of(model)
     process = Process(model, channel)
-    channel.write("ready", [probe.body] if probe else [], dtype=None, probe=ready)
+    about = {"url": probe.url, "content_type": probe.content_type} if probe else None
+    channel.write("ready", [probe.body] if probe else [], dtype=None, probe=about)
     threading.Thread(target=process.serve_side, args=(side,), daemon=True, name="sconce-side").start()
     if process.is_stream:
         asyncio.run(process.serve_streams())
@@ -265,7 +251,14 @@ def main() -> None:
         process.serve_batches()
 
 
-def probe_of(model: Model) -> Any:
+def is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def probe_of(model: Model) -> Task | None:
     """The class's own, as a task for the first of its URLs."""
     if not hasattr(model, "probe") or (given := model.probe()) is None:
         return None

@@ -137,12 +137,9 @@ def options_of(model: type[Model]) -> dict[str, tuple[Any, Any]]:
         types = {**{name: type(value) for name, value in own.items()}, **typing.get_type_hints(holder)}
     except Exception as error:  # noqa: BLE001 - a name that is none, syntax of a later Python
         raise ClassProblem(f"the types of {holder.__qualname__} cannot be read: {error}") from None
-    for name, wanted in types.items():
-        if not _is_taken(wanted):
-            takes = "a bool, int, float or str, a list of one of these, a Literal, or an Optional of one"
-            raise ClassProblem(f"{holder.__qualname__}.{name} has the type {type_name(wanted)}; an option is {takes}")
-        if name in own and not _is(own[name], wanted):
-            raise ClassProblem(f"{holder.__qualname__}.{name} is {own[name]!r} by default; its type is {type_name(wanted)}")
+    for name, value in own.items():
+        if not _is(value, types[name]):
+            raise ClassProblem(f"{holder.__qualname__}.{name} is {value!r} by default; its type is {type_name(types[name])}")
     if hasattr(model, "stream"):
         types, own = {"concurrency": int, **types}, {"concurrency": CONCURRENCY, **own}
     return {name: (wanted, own.get(name, ...)) for name, wanted in types.items()}
@@ -171,14 +168,6 @@ def options_from(model: type[Model], given: Mapping[str, Any]) -> Any:
 def type_name(wanted: Any) -> str:
     """As it is written in Python."""
     return wanted.__name__ if isinstance(wanted, type) and not typing.get_args(wanted) else str(wanted).replace("typing.", "")
-
-
-def _is_taken(wanted: Any) -> bool:
-    arguments = typing.get_args(wanted)
-    if typing.get_origin(wanted) is typing.Literal:
-        return all(type(it) in (bool, int, str) for it in arguments)
-    is_known = typing.get_origin(wanted) in (list, typing.Union) or type(wanted).__name__ == "UnionType"
-    return wanted in (bool, int, float, str, type(None)) or (is_known and all(map(_is_taken, arguments)))
 
 
 def _is(value: Any, wanted: Any) -> bool:

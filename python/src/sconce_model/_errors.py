@@ -19,7 +19,7 @@ class TaskError(Exception):
         super().__init__(message)
         if not 400 <= status <= 499:
             raise ValueError(f"the status of a TaskError is from 400 to 499, not {status}; for a fault, raise another exception")
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param = status, str(message), param
 
 
 class ClassProblem(Exception):
@@ -41,7 +41,7 @@ def short_traceback(error: BaseException) -> str:
 def told(error: BaseException) -> dict[str, Any]:
     """An exception, as the worker is told of it. The traceback of one that is nobody's intention goes to the log."""
     if isinstance(error, TaskError):
-        return {"kind": "task", "status": error.status, "message": error.message, "param": error.param}
+        return {"kind": "task", "status": error.status, "message": _cut(error.message, LONGEST), "param": error.param}
     print(short_traceback(error), file=sys.stderr, flush=True)
     kind = "out_of_memory" if is_out_of_memory(error) else "error"
     return {"kind": kind, "message": last_line(error)}

@@ -78,7 +78,10 @@ class Task:
 
     @cached_property
     def _json(self) -> Any:
-        return json.loads(self.body)
+        found = json.loads(self.body, parse_constant=_no_number)
+        if b"\\u" in self.body:
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text, and cannot be encoded
+        return found
 
     def field(self, name: str, default: Any = ...) -> Any:
         """One field of a body that is a JSON object; `null` is as none.
@@ -93,6 +96,10 @@ class Task:
         if default is ...:
             raise TaskError(400, f"the field {name!r} is missing", name)
         return default
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def written(type_: str, buffers: Sequence[Bytes] = (), **fields: Any) -> list[By
     sizes = [len(one) for one in buffers]
     if len(sizes) > _MOST_BUFFERS or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"{len(sizes)} buffers of {sum(sizes)} bytes are more than the worker takes")
-    head = json.dumps({"type": type_, **fields, "buffers": sizes}).encode()
+    # An error may quote half a surrogate pair, which is no JSON: the worker gets a question mark.
+    head = json.dumps({"type": type_, **fields, "buffers": sizes}, ensure_ascii=False).encode(errors="replace")
     return [struct.pack("<I", len(head)) + head, *buffers]
 
 
@@ -57,6 +58,7 @@ class Channel:
     """One socket, used by one thread."""
 
     def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
         self.socket = socket.socket(fileno=fd)
         self._input = self.socket.makefile("rb", 1 << 16)
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 from ._class import options_from, routes
 from ._errors import TaskError
@@ -55,46 +55,38 @@ def run(
     if hasattr(model, "stream"):
         most = options_from(type(model), options or {}).concurrency
         return asyncio.run(_streamed(model, every, most))
-    replies, inputs = [Reply() for _ in every], []
-    for number, task in enumerate(every):
-        try:
-            inputs += [(number, one) for one in prepared(model, task)]
-        except Exception as error:  # noqa: BLE001 - the class's own
-            replies[number] = _failed(error)
-    outputs: list[list[Any]] = [[] for _ in every]
-    for start in range(0, len(inputs), batch):
-        some = inputs[start : start + batch]
-        for (number, _), output in zip(some, _halved(model, [one for _, one in some])):
-            outputs[number].append(output)
-    for reply, task, found in zip(replies, every, outputs):
-        if not reply.error:
-            try:
-                reply.body = _finished(model, task, found)
-            except Exception as error:  # noqa: BLE001 - the class's own
-                reply.status_code, reply.error = _failed(error).status_code, error
+    ready = [_tried(prepared, model, task) for task in every]
+    rows = [one for inputs in ready if isinstance(inputs, list) for one in inputs]
+    outputs = iter([it for at in range(0, len(rows), batch) for it in _halved(model, rows[at : at + batch])])
+    replies = []
+    for task, inputs in zip(every, ready):
+        found = inputs if isinstance(inputs, Exception) else [next(outputs) for _ in inputs]
+        bad = found if isinstance(found, Exception) else next((it for it in found if isinstance(it, Exception)), None)
+        replies.append(_reply(bad or _tried(finished, model, task, found)))
     return replies
 
 
-def _failed(error: BaseException) -> Reply:
-    return Reply(error.status if isinstance(error, TaskError) else 500, error=error)
+def _tried(work: Callable[..., Any], *arguments: Any) -> Any:
+    """The result, or the exception."""
+    try:
+        return work(*arguments)
+    except Exception as error:  # noqa: BLE001 - the class's own
+        return error
+
+
+def _reply(found: Any) -> Reply:
+    if isinstance(found, Exception):
+        return Reply(found.status if isinstance(found, TaskError) else 500, error=found)
+    return Reply(body=found)
 
 
 def _halved(model: Model, batch: list[Input]) -> list[Any]:
     """An output, or an exception, for each input."""
-    try:
-        return list(computed(model, batch))
-    except Exception as error:  # noqa: BLE001 - the class's own
-        if len(batch) == 1:
-            return [error]
+    outputs = _tried(computed, model, batch)
+    if not isinstance(outputs, Exception):
+        return list(outputs)
     half = len(batch) // 2
-    return _halved(model, batch[:half]) + _halved(model, batch[half:])
-
-
-def _finished(model: Model, task: Task, outputs: list[Any]) -> Body:
-    for output in outputs:
-        if isinstance(output, BaseException):
-            raise output
-    return finished(model, task, outputs)
+    return _halved(model, batch[:half]) + _halved(model, batch[half:]) if half else [outputs]
 
 
 async def _streamed(model: Model, tasks: list[Task], most: int) -> list[Reply]:
@@ -106,10 +98,10 @@ async def _streamed(model: Model, tasks: list[Task], most: int) -> list[Reply]:
             try:
                 async for part in model.stream(task):
                     parts.append(part)
-                return Reply(body=finished(model, task, parts), parts=[Body.of(part) for part in parts])
+                reply = _reply(finished(model, task, parts))
             except Exception as error:  # noqa: BLE001 - the class's own
-                failed = _failed(error)
-                failed.parts = [Body.of(part) for part in parts]
-                return failed
+                reply = _reply(error)
+        reply.parts = [Body.of(part) for part in parts]
+        return reply
 
     return await asyncio.gather(*map(answered, tasks))
