@@ -339,4 +339,4 @@ def test_without_a_worker_it_says_what_to_do() -> None:
 
 def test_half_a_surrogate_pair_in_an_error_does_not_spoil_its_frame() -> None:
     [frame] = written("refused", task=7, message="no voice \ud83d")
-    assert json.loads(frame[4:]) == {"type": "refused", "task": 7, "message": "no voice ?", "buffers": []}
+    assert json.loads(bytes(frame[4:])) == {"type": "refused", "task": 7, "message": "no voice ?", "buffers": []}

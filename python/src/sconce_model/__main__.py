@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,13 +16,11 @@ from importlib import import_module
 from typing import Any
 
 from . import _bodies
-from ._class import find, options_from, options_of, routes, type_name
-from ._errors import ClassProblem, last_line, short_traceback, told
+from ._class import computed, find, finished, load, options_from, options_of, prepared, routes, type_name
+from ._errors import ClassProblem, TaskError, last_line, short_traceback, told
 from ._model import JSON, Body, Input, Model, Task, Worker
 from ._wire import VERSION, Channel, header, header_length, quit, written
-from ._work import computed, finished, load, prepared
 
-MODEL_FD, SIDE_FD = 3, 4
 DTYPES = {"auto": "float32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -41,8 +38,7 @@ class Process:
 
     def __init__(self, model: Model, channel: Channel) -> None:
         self.model, self.channel = model, channel
-        kind = type(model)
-        self.is_stream, self.has_values = hasattr(kind, "stream"), has_values(kind)
+        self.is_stream, self.has_values = hasattr(model, "stream"), has_values(type(model))
         # Written by the side thread. The main thread reads what the worker has been told of, until the worker drops it.
         self.held: dict[int, Held] = {}
 
@@ -57,11 +53,10 @@ class Process:
                     self.held.pop(number, None)
                 if frame["type"] == "drop":
                     continue
-                answers = {"prepare": self.prepare, "finish": self.finish}
-                if frame["type"] not in answers:
+                if frame["type"] not in ("prepare", "finish"):
                     quit(f"the worker sent {frame['type']!r} on the side channel")
                 try:
-                    kind, fields = answers[frame["type"]](frame)
+                    kind, fields = (self.prepare if frame["type"] == "prepare" else self.finish)(frame)
                 except BaseException as error:  # noqa: BLE001 - the class's own
                     kind, fields = "refused", told(error)
                 channel.write(kind, task=frame["task"], **fields)
@@ -70,11 +65,8 @@ class Process:
 
     def prepare(self, frame: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         task = Task(frame["buffers"][0], frame["url"], frame.get("content_type") or JSON, frame.get("headers") or {})
-        if self.is_stream:
-            task.tokens = len(task.body) // 4 or 1
-            inputs = [Input(None, task.tokens, len(task.body))]
-        else:
-            inputs = prepared(self.model, task)
+        whole = [Input(None, len(task.body) // 4 or 1, len(task.body))]
+        inputs = whole if self.is_stream else prepared(self.model, task)
         fields: dict[str, Any] = {"template": None}
         if self.has_values:
             made = _bodies.template(task, len(inputs), self.model.worker)
@@ -86,7 +78,7 @@ class Process:
     def finish(self, frame: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         held = self.held[frame["task"]]
         outputs = [held.outputs[index] for index in range(len(held.inputs))]
-        return "finished", body_fields(finished(self.model, held.task, outputs))
+        return "finished", finished(self.model, held.task, outputs).fields()
 
     # The main thread.
 
@@ -141,7 +133,7 @@ class Process:
         """Runs one stream, and ends it with exactly one frame."""
         try:
             body = await self.streamed(number)
-            self.put("done", task=number, **body_fields(body))
+            self.put("done", task=number, **body.fields())
         except asyncio.CancelledError:
             self.put("ended", task=number, kind="task", status=499, message="cancelled", param=None)
         except BaseException as error:  # noqa: BLE001 - the class's own
@@ -154,7 +146,7 @@ class Process:
         try:
             async for part in generator:
                 parts.append(part)
-                self.put("part", task=number, **body_fields(Body.of(part)))
+                self.put("part", task=number, **Body.of(part).fields())
                 async with self.turn:  # before Python 3.11 two cannot wait at once
                     await self.writer.drain()
                 await asyncio.sleep(0)  # a stream that awaits nothing can be cancelled here, and others go on
@@ -178,23 +170,17 @@ def has_values(kind: type[Model]) -> bool:
 
 def wants_parts(task: Task) -> bool:
     """Whether the requester wants parts: by the body's `stream`, or by a header of this name."""
-    if not task.content_type.endswith("json"):
-        return task.headers.get("stream") in (True, "true")
-    with suppress(Exception):
-        return bool(task.json()["stream"] is True)
-    return False
-
-
-def body_fields(body: Body) -> dict[str, Any]:
-    return {"content_type": body.content_type, "buffers": [body.data]}
+    with suppress(TaskError):
+        return task.field("stream", False) is True
+    return task.headers.get("stream") is True
 
 
 def described(kind: type[Model], options: Any) -> dict[str, Any]:
     """What the worker is told of a class."""
-    own = [
-        {"name": name, "type": type_name(wanted), "default": None if default is ... else default, "value": getattr(options, name)}
-        for name, (wanted, default) in options_of(kind).items()
-    ]
+    own = []
+    for name, (wanted, default) in options_of(kind).items():
+        values = {"default": None if default is ... else default, "value": getattr(options, name)}
+        own.append({"name": name, "type": type_name(wanted), **values})
     return {
         "version": VERSION,
         "package": import_module("sconce_client").__version__,
@@ -225,9 +211,10 @@ def stage(channel: Channel, name: str) -> Iterator[None]:
 
 def main() -> None:
     """Makes the model that the worker's first frame names, then serves."""
-    if not all(map(is_socket, (MODEL_FD, SIDE_FD))):
+    try:
+        channel, side = Channel(3), Channel(4)
+    except OSError:
         sys.exit("sconce_model is started by a worker of sconce; to try a class, call sconce_model.testing.run")
-    channel, side = Channel(MODEL_FD), Channel(SIDE_FD)
     start = channel.read()
     with stage(channel, "import"):
         if start.get("version") != VERSION:
@@ -249,13 +236,6 @@ def main() -> None:
         asyncio.run(process.serve_streams())
     else:
         process.serve_batches()
-
-
-def is_socket(fd: int) -> bool:
-    try:
-        return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError:
-        return False
 
 
 def probe_of(model: Model) -> Task | None:

@@ -15,17 +15,16 @@ from ._errors import TaskError
 if TYPE_CHECKING:
     from ._model import Task, Worker
 
-EMBEDDINGS, SCORE = "/v1/embeddings", "/v1/score"
-URLS = (EMBEDDINGS, SCORE)
+SCORE = "/v1/score"
+URLS = ("/v1/embeddings", SCORE)
 _UNCHANGED = {"dimensions": None, "errors": "task", "prompt_name": None, "truncate": True, "raw_scores": False, "instruction": None}
 """Fields that such a model does not have, with the values that change nothing."""
 
 
 class Template(NamedTuple):
-    """`pieces` are one more than there are values."""
+    """Values are written as `kind`, "json" or "base64" of a vector or "number", between `pieces`, which are one more."""
 
     kind: str
-    """How a value is written: "json" and "base64" for a vector, "number"."""
     pieces: list[bytes]
 
 
@@ -67,9 +66,8 @@ def template(task: Task, count: int, worker: Worker) -> Template:
     encoding = task.field("encoding_format", "float") if task.content_type.endswith("json") else "float"
     if not is_score and encoding not in ("float", "base64"):
         raise TaskError(400, f'encoding_format is {encoding!r}; it must be "float" or "base64"', "encoding_format")
-    kind, field = ("score", "score") if is_score else ("embedding", "embedding")
-    head = '{"object":"list","data":['
-    items = [f'{{"object":"{kind}","index":{index},"{field}":' for index in range(count)]
+    kind, head = "score" if is_score else "embedding", '{"object":"list","data":['
+    items = [f'{{"object":"{kind}","index":{index},"{kind}":' for index in range(count)]
     name = next(iter(worker.served_names), worker.model_name)
     usage = {"prompt_tokens": task.tokens, "total_tokens": task.tokens}
     tail = f'],"model":{json.dumps(name)},"usage":{json.dumps(usage)}}}'
@@ -104,7 +102,7 @@ def f32(value: Any) -> bytes:
 
 
 def rows(outputs: Sequence[Any]) -> tuple[Any, list[bytes]]:
-    """The numbers of outputs: how many each has, as one number if all are alike, and all of them."""
+    """How many numbers each output has, or all have, and the numbers."""
     if getattr(outputs, "ndim", 0) == 2:  # at once
         return len(outputs[0]), [f32(outputs)]
     every = [b"" if isinstance(output, Exception) else f32(output) for output in outputs]

@@ -1,4 +1,4 @@
-"""Finds the class that the settings name, and checks it, and its options, before it is made."""
+"""Finds the class that the settings name, checks it and its options, loads it, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from ._bodies import URLS
-from ._errors import ClassProblem
-from ._model import JSON, Model
+from ._errors import ClassProblem, TaskError
+from ._model import JSON, Body, Input, Model, Task, Worker
 
 METHODS = {
     "load": ("device", "dtype", "options"),
@@ -55,6 +55,8 @@ def _file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise ClassProblem(f"there is no file {file}, whose name must end with .py")
+    if file.stem in sys.modules:
+        raise ClassProblem(f"{file} has the name of the module {file.stem}: give it another one")
     # As `python FILE` does, so that the file can import its neighbours, and other processes of the class the file.
     sys.path.insert(0, str(file.parent))
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
@@ -179,3 +181,72 @@ def _is(value: Any, wanted: Any) -> bool:
     if arguments:  # a union
         return any(_is(value, one) for one in arguments)
     return type(value) is wanted or (wanted is float and type(value) is int)
+
+
+def load(
+    kind: Any,
+    device: str = "cpu",
+    dtype: str = "float32",
+    options: Mapping[str, Any] | None = None,
+    worker: Worker | None = None,
+) -> Model:
+    """Checks a class, or a function with `one_pass`, and loads the model in this process.
+
+    Raises: `ClassProblem` for a wrong class or wrong options, and whatever `load` raises.
+    """
+    kind = checked(kind)
+    given = options_from(kind, options or {})
+    model: Model = kind()
+    model.worker = worker or Worker()
+    model.load(device, dtype, given)
+    return model
+
+
+def prepared(model: Model, task: Task) -> list[Input]:
+    """The inputs of a task, which then knows how many tokens they have.
+
+    Raises: whatever `preprocess` raises; `TaskError` if they are too many.
+    """
+    inputs = model.preprocess(task)
+    if len(inputs) > model.worker.max_inputs:
+        raise TaskError(413, f"the task has {len(inputs)} inputs; this pool takes {model.worker.max_inputs}")
+    for one in inputs:
+        if not isinstance(one, Input):
+            raise TypeError(f"preprocess returned a list with {type(one).__name__}; it must be a list of Input")
+        one.tokens = int(one.tokens)
+        if one.tokens < 1:
+            raise ValueError(f"preprocess returned an Input of {one.tokens} tokens; it has at least 1")
+        if one.bytes is None:
+            one.bytes = _size(one.value)
+    task.tokens = sum(one.tokens for one in inputs)
+    return inputs
+
+
+def _size(value: Any) -> int:
+    """Bytes of memory, as far as they are easily told."""
+    if isinstance(size := getattr(value, "nbytes", None), int):  # arrays and tensors
+        return size
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    # Items are taken to be alike, as ids and pixels are.
+    return len(value) * (8 + _size(value[0])) if isinstance(value, (list, tuple)) and value else 8
+
+
+def computed(model: Model, batch: list[Input]) -> Any:
+    """The outputs of a batch, as `forward` returned them: one for each input.
+
+    Raises: whatever `forward` raises.
+    """
+    outputs = model.forward(batch)
+    if not hasattr(outputs, "__len__"):
+        raise TypeError(f"forward returned {type(outputs).__name__}; it must be a list, an array or a tensor")
+    if len(outputs) != len(batch):
+        raise ValueError(f"forward returned {len(outputs)} outputs for {len(batch)} inputs")
+    return outputs
+
+
+def finished(model: Model, task: Task, outputs: list[Any]) -> Body:
+    """The body of the reply."""
+    return Body.of(model.finish(task, outputs))

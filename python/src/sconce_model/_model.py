@@ -38,6 +38,9 @@ class Body:
     data: bytes
     content_type: str
 
+    def fields(self) -> dict[str, Any]:
+        return {"content_type": self.content_type, "buffers": [self.data]}
+
     @staticmethod
     def of(value: Any) -> Body:
         """A `Body` is itself, a `str` is plain text, and anything else is JSON, arrays and tensors as lists."""

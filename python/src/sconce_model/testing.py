@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from ._class import options_from, routes
+from ._class import computed, finished, load, options_from, prepared, routes
 from ._errors import TaskError
 from ._model import Body, Input, Model, Task
-from ._work import computed, finished, load, prepared
 
 
 @dataclass
