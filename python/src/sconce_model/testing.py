@@ -74,9 +74,10 @@ def _tried(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _reply(found: Any) -> Reply:
-    if isinstance(found, Exception):
-        return Reply(found.status if isinstance(found, TaskError) else 500, error=found)
-    return Reply(body=found)
+    if not isinstance(found, Exception):
+        return Reply(body=found)
+    of_task = found.status if getattr(found, "status", 0) in (404, 413) else 400  # sconce replies with few statuses
+    return Reply(of_task if isinstance(found, TaskError) else 500, error=found)
 
 
 def _halved(model: Model, batch: list[Input]) -> list[Any]:
