@@ -76,7 +76,8 @@ def load(**_):
 
         torch.set_num_threads(1)
         model = sconce_model.load(Embedder, options={"model": os.environ["MODEL"]})
-        _compute = lambda body: model.forward([sconce_model.Input(body["input"])])[0].tolist()  # noqa: E731
+        inputs = lambda body: model.preprocess(sconce_model.Task.of(body, "/v1/embeddings"))  # noqa: E731
+        _compute = lambda body: model.forward(inputs(body))[0].tolist()  # noqa: E731
     elif os.environ["KIND"].startswith("clip"):
         from .clip_client import embedder
 
