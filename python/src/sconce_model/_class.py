@@ -31,9 +31,7 @@ CONCURRENCY = 16
 
 def find(place: str, name: str) -> type[Model]:
     """The class of this name in a module, or in a file, which has a `/` in its name; checked.
-
-    Raises: `ClassProblem` if there is none, or if something is wrong with it; and whatever its module raises.
-    """
+    Raises `ClassProblem` if there is none, or if something is wrong with it; and whatever its module raises."""
     module = _file(Path(place)) if "/" in place else _module(place)
     if not hasattr(module, name):
         own = [it for it, value in vars(module).items() if _is_model(value)]
@@ -71,9 +69,7 @@ def _is_model(value: Any) -> bool:
 
 def checked(given: Any) -> type[Model]:
     """The class itself, or that of a function with `one_pass`.
-
-    Raises: `ClassProblem`, which names the attribute that is wrong and says what it must be.
-    """
+    Raises `ClassProblem`, which names the attribute that is wrong and says what it must be."""
     model: type[Model] = getattr(given, "sconce_model", given)
     if not _is_model(model):
         raise ClassProblem(f"{given!r} is no subclass of sconce_model.Model, and no function with @one_pass")
@@ -112,10 +108,7 @@ def _check_method(model: type[Model], name: str) -> None:
 
 
 def routes(model: type[Model]) -> dict[str, list[str]]:
-    """The media types of each URL.
-
-    Raises: `ClassProblem`.
-    """
+    """The media types of each URL. Raises `ClassProblem`."""
     urls, types, name = model.urls, model.media_types, model.__name__
     if isinstance(urls, str) or not urls or not all(isinstance(url, str) and url.startswith("/") for url in urls):
         raise ClassProblem(f'{name}.urls is {urls!r}; it must be a list of paths, such as ["/v1/embeddings"]')
@@ -130,9 +123,7 @@ def routes(model: type[Model]) -> dict[str, list[str]]:
 
 def options_of(model: type[Model]) -> dict[str, tuple[Any, Any]]:
     """The type and the default of each option; the default is `...` if the option must be set.
-
-    Raises: `ClassProblem` for a type or a default that is wrong.
-    """
+    Raises `ClassProblem` for a type or a default that is wrong."""
     holder = model.Options
     own = {name: value for one in reversed(holder.__mro__[:-1]) for name, value in vars(one).items() if name[0] != "_"}
     try:
@@ -149,9 +140,7 @@ def options_of(model: type[Model]) -> dict[str, tuple[Any, Any]]:
 
 def options_from(model: type[Model], given: Mapping[str, Any]) -> Any:
     """The options for `load`: an instance of the class's own `Options`.
-
-    Raises: `ClassProblem` for a value that is of another type, a name that is no option, or one that must be set.
-    """
+    Raises `ClassProblem` for a value that is of another type, a name that is no option, or one that must be set."""
     known, holder = options_of(model), object.__new__(model.Options)
     for name, value in given.items():
         if name not in known:
@@ -191,9 +180,7 @@ def load(
     worker: Worker | None = None,
 ) -> Model:
     """Checks a class, or a function with `one_pass`, and loads the model in this process.
-
-    Raises: `ClassProblem` for a wrong class or wrong options, and whatever `load` raises.
-    """
+    Raises `ClassProblem` for a wrong class or wrong options, and whatever `load` raises."""
     kind = checked(kind)
     given = options_from(kind, options or {})
     model: Model = kind()
@@ -204,9 +191,7 @@ def load(
 
 def prepared(model: Model, task: Task) -> list[Input]:
     """The inputs of a task, which then knows how many tokens they have.
-
-    Raises: whatever `preprocess` raises; `TaskError` if they are too many.
-    """
+    Raises whatever `preprocess` raises; `TaskError` if they are too many."""
     inputs = model.preprocess(task)
     if len(inputs) > model.worker.max_inputs:
         raise TaskError(413, f"the task has {len(inputs)} inputs; this pool takes {model.worker.max_inputs}")
@@ -235,10 +220,7 @@ def _size(value: Any) -> int:
 
 
 def computed(model: Model, batch: list[Input]) -> Any:
-    """The outputs of a batch, as `forward` returned them: one for each input.
-
-    Raises: whatever `forward` raises.
-    """
+    """The outputs of a batch, as `forward` returned them: one for each input. Raises whatever `forward` raises."""
     outputs = model.forward(batch)
     if not hasattr(outputs, "__len__"):
         raise TypeError(f"forward returned {type(outputs).__name__}; it must be a list, an array or a tensor")

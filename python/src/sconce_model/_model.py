@@ -70,10 +70,7 @@ class Task:
         return cls(body if isinstance(body, bytes) else json.dumps(body).encode(), url, content_type)
 
     def json(self) -> Any:
-        """The body as JSON.
-
-        Raises: `TaskError` if it is none.
-        """
+        """The body as JSON. Raises `TaskError` if it is none."""
         try:
             return self._json
         except (ValueError, RecursionError) as error:
@@ -88,9 +85,7 @@ class Task:
 
     def field(self, name: str, default: Any = ...) -> Any:
         """One field of a body that is a JSON object; `null` is as none.
-
-        Raises: `TaskError` if the body is no object, or has no such field and there is no default.
-        """
+        Raises `TaskError` if the body is no object, or has no such field and there is no default."""
         body = self.json()
         if not isinstance(body, dict):
             raise TaskError(400, "the body must be a JSON object")

@@ -25,10 +25,7 @@ class Reply:
     """Why there is no body: a `TaskError`, or what the class has raised, with its traceback."""
 
     def json(self) -> Any:
-        """The body as JSON.
-
-        Raises: the task's error.
-        """
+        """The body as JSON. Raises the task's error."""
         if self.error:
             raise self.error
         assert self.body is not None
