@@ -73,8 +73,9 @@ def _tried(work: Callable[..., Any], *arguments: Any) -> Any:
 def _reply(found: Any) -> Reply:
     if not isinstance(found, Exception):
         return Reply(body=found)
-    of_task = found.status if getattr(found, "status", 0) in (404, 413) else 400  # sconce replies with few statuses
-    return Reply(of_task if isinstance(found, TaskError) else 500, error=found)
+    if not isinstance(found, TaskError):
+        return Reply(500, error=found)
+    return Reply(found.status if found.status in (404, 413) else 400, error=found)  # as the worker does
 
 
 def _halved(model: Model, batch: list[Input]) -> list[Any]:
