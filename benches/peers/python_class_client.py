@@ -21,10 +21,10 @@ if __name__ == "__main__":
         for text in some:
             (one,) = model.preprocess(sconce_model.Task.of({"input": text}, "/v1/embeddings"))
             if batch and tokens + one.tokens > most:
-                found += model.forward(batch).tolist()
+                found += model.forward(batch)
                 batch, tokens = [], 0
             batch.append(one)
             tokens += one.tokens
-        return found + model.forward(batch).tolist()
+        return found + model.forward(batch)
 
     serve(embed, texts())
