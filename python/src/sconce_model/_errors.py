@@ -15,7 +15,7 @@ class TaskError(Exception):
     """Refuses a task, or one of its inputs: the requester gets the message, and the task is not tried again."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        """`status` is from 400 to 499; the reply has 404 or 413, and 400 for all others. `param` names the field at fault."""
+        """`status` is from 400 to 499; the reply has 404, 408 or 413, and 400 for all others. `param` names the field at fault."""
         super().__init__(message)
         if not 400 <= status <= 499:
             raise ValueError(f"the status of a TaskError is from 400 to 499, not {status}; for a fault, raise another exception")

@@ -75,7 +75,7 @@ def _reply(found: Any) -> Reply:
         return Reply(body=found)
     if not isinstance(found, TaskError):
         return Reply(500, error=found)
-    return Reply(found.status if found.status in (404, 413) else 400, error=found)  # as the worker does
+    return Reply(found.status if found.status in (404, 408, 413) else 400, error=found)  # as the worker does
 
 
 def _halved(model: Model, batch: list[Input]) -> list[Any]:
