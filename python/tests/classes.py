@@ -59,6 +59,8 @@ class Fussy(Model):
         return [bad if text == "placed" else array("f", [len(text) * self.factor]) for text in texts]
 
     def finish(self, task: Task, outputs: list[Any]) -> Any:
+        if task.body == b"giant":
+            return Body(bytes((1 << 30) + 1), "application/octet-stream")
         if task.url == "/count":
             return Body(str(int(sum(it[0] for it in outputs))).encode(), "text/x-count")
         return {"found": self.found, "sums": [it[0] for it in outputs], "tokens": task.tokens}

@@ -175,6 +175,11 @@ def test_each_failure_of_a_batch_is_told_apart(start: Start) -> None:
     assert half["message"].startswith("UnicodeDecodeError: 'utf-8' codec can't decode byte 0xed")
     words = ["placed", "refused", "broken", "memory", "few"]
     process.prepare(1, {"input": words})
+    process.prepare(4, b"giant", "/count", content_type="text/plain")
+    process.forward([4, 0, 1])
+    giant = process.answer(type="finish", task=4, usage_tokens=5)
+    assert (giant["type"], giant["kind"]) == ("refused", "error")
+    assert giant["message"] == "ValueError: 1 buffers of 1073741825 bytes are more than the worker takes"
     placed = process.forward([1, 0, 1])
     assert placed["errors"] == [[0, {"kind": "task", "status": 409, "message": "in its place", "param": None}]]
     found = [process.forward([1, index, 1]) for index in range(1, 5)]
@@ -338,5 +343,5 @@ def test_without_a_worker_it_says_what_to_do() -> None:
 
 
 def test_half_a_surrogate_pair_in_an_error_does_not_spoil_its_frame() -> None:
-    [frame] = written("refused", task=7, message="no voice \ud83d")
-    assert json.loads(bytes(frame[4:])) == {"type": "refused", "task": 7, "message": "no voice ?", "buffers": []}
+    frame = written("refused", task=7, message="no voice \ud83d")
+    assert json.loads(frame[4:]) == {"type": "refused", "task": 7, "message": "no voice ?", "buffers": []}

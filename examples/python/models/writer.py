@@ -25,7 +25,7 @@ class Writer(Model):
 
     class Options:
         model: str
-        gguf_file: Optional[str] = None
+        gguf_file: Optional[str] = None  # noqa: UP045 - Python 3.9 reads it
         max_tokens: int = 1024
         concurrency: int = 4
 

@@ -56,14 +56,14 @@ class Process:
                 if frame["type"] not in ("prepare", "finish"):
                     quit(f"the worker sent {frame['type']!r} on the side channel")
                 try:
-                    kind, fields = (self.prepare if frame["type"] == "prepare" else self.finish)(frame)
+                    answer = (self.prepare if frame["type"] == "prepare" else self.finish)(frame)
                 except BaseException as error:  # noqa: BLE001 - the class's own
-                    kind, fields = "refused", told(error)
-                channel.write(kind, task=frame["task"], **fields)
+                    answer = written("refused", task=frame["task"], **told(error))
+                channel.write(answer)
         except BaseException as error:  # noqa: BLE001 - without this thread the process is of no use
             quit(short_traceback(error))
 
-    def prepare(self, frame: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def prepare(self, frame: dict[str, Any]) -> bytes:
         task = Task(frame["buffers"][0], frame["url"], frame.get("content_type") or JSON, frame.get("headers") or {})
         whole = [Input(None, len(task.body) // 4 or 1, len(task.body))]
         inputs = whole if self.is_stream else prepared(self.model, task)
@@ -72,13 +72,13 @@ class Process:
             made = _bodies.template(task, len(inputs), self.model.worker)
             fields = {"template": {"content_type": JSON, "as": made.kind}, "buffers": made.pieces}
         self.held[frame["task"]] = Held(task, inputs)
-        sizes = {"tokens": [one.tokens for one in inputs], "bytes": [one.bytes for one in inputs]}
-        return "prepared", {**sizes, "parts": self.is_stream and wants_parts(task), **fields}
+        sizes: dict[str, Any] = {"tokens": [one.tokens for one in inputs], "bytes": [one.bytes for one in inputs]}
+        return written("prepared", task=frame["task"], **sizes, parts=self.is_stream and wants_parts(task), **fields)
 
-    def finish(self, frame: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def finish(self, frame: dict[str, Any]) -> bytes:
         held = self.held[frame["task"]]
         outputs = [held.outputs[index] for index in range(len(held.inputs))]
-        return "finished", finished(self.model, held.task, outputs).fields()
+        return written("finished", task=frame["task"], **finished(self.model, held.task, outputs).fields())
 
     # The main thread.
 
@@ -88,27 +88,29 @@ class Process:
             frame = self.channel.read()
             if frame["type"] != "forward":
                 quit(f"the worker sent {frame['type']!r} on the model channel")
+            failure = None
             try:
-                kind, fields = self.forward(frame["inputs"])
+                answer = self.forward(frame["inputs"])
             except BaseException as error:  # noqa: BLE001 - the class's own
-                kind, fields = "failed", told(error)
-            # Here the exception is gone, and with it the tensors of its frames.
-            if fields.get("kind") == "out_of_memory" and "torch" in sys.modules:
-                import_module("torch").cuda.empty_cache()
-            self.channel.write(kind, **fields)
+                failure = told(error)
+            if failure:  # The exception is gone, and with it the tensors of its frames.
+                answer = written("failed", **failure)
+                if failure["kind"] == "out_of_memory" and "torch" in sys.modules:
+                    import_module("torch").cuda.empty_cache()
+            self.channel.write(answer)
 
-    def forward(self, ranges: list[list[int]]) -> tuple[str, dict[str, Any]]:
+    def forward(self, ranges: list[list[int]]) -> bytes:
         places = [(task, index) for task, first, count in ranges for index in range(first, first + count)]
         outputs = computed(self.model, [self.held[task].inputs[index] for task, index in places])
         found = list(outputs) if not self.has_values or isinstance(outputs, (list, tuple)) else []
         errors = [[at, told(one)] for at, one in enumerate(found) if isinstance(one, BaseException)]
-        fields = {"count": len(places), "errors": errors}
+        fields: dict[str, Any] = {"count": len(places), "errors": errors}
         if not self.has_values:
             for (task, index), output in zip(places, found):
                 self.held[task].outputs[index] = output
-            return "outputs", fields
+            return written("outputs", **fields)
         lengths, buffers = _bodies.rows(outputs)
-        return "outputs", {**fields, "lengths": lengths, "buffers": [b"".join(buffers)]}
+        return written("outputs", [b"".join(buffers)], lengths=lengths, **fields)
 
     async def serve_streams(self) -> None:
         """Starts and cancels streams, side by side on this loop."""
@@ -160,7 +162,7 @@ class Process:
 
     def put(self, type_: str, buffers: Any = (), **fields: Any) -> None:
         """Sends a frame, without waiting for the worker to read it."""
-        self.writer.write(b"".join(written(type_, buffers, **fields)))
+        self.writer.write(written(type_, buffers, **fields))
 
 
 def has_values(kind: type[Model]) -> bool:
@@ -205,7 +207,7 @@ def stage(channel: Channel, name: str) -> Iterator[None]:
             print(short_traceback(error), file=sys.stderr, flush=True)
             message = f"{name}: {last_line(error)}"
         is_operators = isinstance(error, (ClassProblem, ImportError, SyntaxError))
-        channel.write("failed", kind="operator" if is_operators else "model", message=message)
+        channel.write(written("failed", kind="operator" if is_operators else "model", message=message))
         os._exit(1)
 
 
@@ -220,7 +222,7 @@ def main() -> None:
         if start.get("version") != VERSION:
             raise ClassProblem(f"sconce speaks version {start.get('version')} with a model in Python, and sconce_model {VERSION}")
         kind = find(start["file"] or start["module"], start["class"])
-        channel.write("described", **described(kind, options_from(kind, start["options"])))
+        channel.write(written("described", **described(kind, options_from(kind, start["options"]))))
     if start["mode"] == "describe":
         os._exit(0)
     with stage(channel, "load"):
@@ -230,7 +232,7 @@ def main() -> None:
         probe = probe_of(model)
     process = Process(model, channel)
     about = {"url": probe.url, "content_type": probe.content_type} if probe else None
-    channel.write("ready", [probe.body] if probe else [], dtype=None, probe=about)
+    channel.write(written("ready", [probe.body] if probe else [], dtype=None, probe=about))
     threading.Thread(target=process.serve_side, args=(side,), daemon=True, name="sconce-side").start()
     if process.is_stream:
         asyncio.run(process.serve_streams())

@@ -8,11 +8,10 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn, Union
+from typing import Any, NoReturn
 
 VERSION = 1
 _LONGEST_HEADER, _MOST_BUFFERS, _MOST_BYTES = 16 << 20, 65_536, 1 << 30
-Bytes = Union[bytes, bytearray, memoryview]
 
 
 def quit(why: str = "") -> NoReturn:
@@ -44,14 +43,14 @@ def header(data: bytes) -> dict[str, Any]:
     return frame
 
 
-def written(type_: str, buffers: Sequence[Bytes] = (), **fields: Any) -> list[Bytes]:
-    """The pieces of a frame."""
+def written(type_: str, buffers: Sequence[bytes] = (), **fields: Any) -> bytes:
+    """A frame. Raises `ValueError` if it is larger than the worker takes."""
     sizes = [len(one) for one in buffers]
     if len(sizes) > _MOST_BUFFERS or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"{len(sizes)} buffers of {sum(sizes)} bytes are more than the worker takes")
     # An error may quote half a surrogate pair, which is no JSON: the worker gets a question mark.
     head = json.dumps({"type": type_, **fields, "buffers": sizes}, ensure_ascii=False).encode(errors="replace")
-    return [struct.pack("<I", len(head)) + head, *buffers]
+    return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 
 class Channel:
@@ -74,9 +73,9 @@ class Channel:
             quit()
         return data
 
-    def write(self, type_: str, buffers: Sequence[Bytes] = (), **fields: Any) -> None:
+    def write(self, frame: bytes) -> None:
         """Sends a frame."""
         try:
-            self.socket.sendall(b"".join(written(type_, buffers, **fields)))
+            self.socket.sendall(frame)
         except OSError:
             quit()
