@@ -71,7 +71,7 @@ impl Values {
 
     fn add(&mut self, path: &str, table: &Map<String, Value>, outline: &Outline) {
         for (name, default, value) in settings_of(table, outline) {
-            let shown = masked_toml(&name, value, default);
+            let shown = masked_toml(&name, value, default, outline.has_secrets);
             let value = without_origins(as_read(value, default)).kind;
             self.0.insert(format!("{path}.{name}"), Setting { value, shown });
         }
@@ -134,7 +134,7 @@ const MAX_ALIGNED_WIDTH: usize = 60;
 /// [`MAX_ALIGNED_WIDTH`].
 fn write_section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
     let line = |(name, default, value): (String, &str, &Value)| {
-        (format!("{name} = {}", masked_toml(&name, value, default)), origin(value))
+        (format!("{name} = {}", masked_toml(&name, value, default, outline.has_secrets)), origin(value))
     };
     let lines: Vec<(String, String)> = settings_of(table, outline).into_iter().map(line).collect();
     let widths = lines.iter().map(|(line, _)| line.chars().count());
@@ -161,10 +161,10 @@ fn as_read(value: &Value, default: &str) -> Value {
 /// The setting whose whole value is a secret.
 const SECRET_KEY: &str = "secret_access_key";
 
-/// A value as TOML, with secrets masked.
-fn masked_toml(key: &str, value: &Value, default: &str) -> String {
+/// A value as TOML, with secrets masked. `is_secret`: all values of its section are secrets.
+fn masked_toml(key: &str, value: &Value, default: &str, is_secret: bool) -> String {
     let shown = inline(&as_read(value, default));
-    if key == SECRET_KEY && shown != "\"\"" {
+    if (is_secret || key == SECRET_KEY) && shown != "\"\"" {
         return "\"***\"".to_owned();
     }
     // An address that was given to another setting by mistake may hold a password too.
