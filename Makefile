@@ -69,7 +69,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	$(MAKE) lint
 	$(MAKE) test-without-lint
 
-UNIT = architecture bench_device check_config deploy devices embedded_broker kernels launcher request_memory scores settings sound token_labels
+UNIT = architecture bench_device check_config deploy devices embedded_broker kernels launcher pages request_memory scores settings sound token_labels
 unit: ## the tests that need no broker, no network and no weights: about a minute, once compiled
 	$(CARGO) test --locked --workspace --lib $(UNIT:%=--test %)
 
@@ -140,7 +140,7 @@ fuzz: SECONDS = 60
 fuzz: ## fuzz every decoder for a minute each, or SECONDS=600; no nightly compiler needed
 	scripts/fuzz $(SECONDS)
 
-default-settings: ## write config/default.toml and the table of options in docs/models.md from their definitions
+default-settings: ## write config/default.toml and the list of options in docs/models.md from their definitions
 	WRITE_DEFAULT_SETTINGS=1 $(CARGO) test --locked --lib -- the_default_file_is_made the_docs_list_the_options
 
 fmt: ## format the sources

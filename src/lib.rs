@@ -4,7 +4,7 @@
 //!
 //! This is a library with a thin binary: to serve a model of your own, implement [`model::Processor`] and
 //! [`model::Forward`] or [`model::Generate`], register their loader in an [`app::Registry`], and call
-//! [`app::main`]; see `docs/own-models.md`. `docs/architecture.md` follows one task through these files
+//! [`app::main`]; see `docs/own-models.md`. `docs/contributing/architecture.md` follows one task through these files
 //! and defines the project's terms.
 //!
 //! # Rooms, and who may import whom

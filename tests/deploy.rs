@@ -42,23 +42,27 @@ struct Metric {
     values: BTreeMap<String, Vec<String>>,
 }
 
-/// The page's two tables.
+/// The page's two lists: "- `sconce_name` (kind; `label`): meaning" and "- `label` of `sconce_name`: `value`, …".
 fn metrics() -> BTreeMap<String, Metric> {
     let page = text("docs/monitoring.md");
     let mut metrics: BTreeMap<String, Metric> = BTreeMap::new();
-    for line in page.lines().filter(|line| line.starts_with("| `sconce_")) {
-        let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
-        for name in quoted(cells[0]) {
-            let metric = metrics.entry(name).or_default();
-            if cells.len() == 6 {
-                metric.histogram = cells[1] == "histogram";
-                metric.labels = quoted(cells[2]);
-            } else {
-                metric.values.insert(quoted(cells[1]).remove(0), quoted(cells[2]));
+    let items = page.lines().filter_map(|line| line.strip_prefix("- ")?.split_once(": "));
+    for (head, meaning) in items {
+        let described = head.split_once(" (").and_then(|(names, rest)| Some((names, rest.split_once("; ")?)));
+        if let Some((names, (kind, labels))) = described.filter(|(names, _)| names.starts_with("`sconce_")) {
+            for name in quoted(names) {
+                let metric = metrics.entry(name).or_default();
+                (metric.histogram, metric.labels) = (kind == "histogram", quoted(labels));
             }
+        } else if let Some((label, name)) = head.split_once(" of `sconce_") {
+            let name = format!("sconce_{}", name.trim_end_matches('`'));
+            metrics.entry(name).or_default().values.insert(quoted(label).remove(0), quoted(meaning));
         }
     }
-    assert!(metrics.len() > 20, "the page has its tables");
+    assert!(
+        metrics.len() > 20 && metrics.values().any(|metric| !metric.values.is_empty()),
+        "the page has its lists"
+    );
     metrics
 }
 

@@ -239,7 +239,7 @@ fn a_long_text_is_cut_and_counted_or_refused() {
     assert_eq!(error.expect("it is too long").param.as_deref(), Some("input[1]"));
 }
 
-/// What docs/performance.md says of them, with the published model's numbers of length 1.
+/// What benches/RESULTS.md says of them, with the published model's numbers of length 1.
 #[test]
 fn lower_precision_is_as_close_as_documented() {
     let all = [

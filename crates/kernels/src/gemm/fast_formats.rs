@@ -98,7 +98,7 @@ pub fn may_use_bf16() -> bool {
 }
 
 /// The number formats in which this CPU multiplies matrices faster than in f32 with these vector units, the fastest first.
-/// Measured for AVX2, AVX-VNNI, AVX512-VNNI with and without a fast AVX512-BF16, and AMX (docs/performance.md, "Lower
+/// Measured for AVX2, AVX-VNNI, AVX512-VNNI with and without a fast AVX512-BF16, and AMX (benches/RESULTS.md, "Lower
 /// precision"). AVX-512 without AVX512-VNNI has not been measured for int8, and has no fast int8.
 pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
     #[cfg(target_arch = "x86_64")]
