@@ -134,7 +134,7 @@ fn every_page_that_a_source_or_a_message_names_exists() {
     let places =
         ["src", "crates", "tests", "scripts", "python", "deploy", "benches/peers", "config", "examples"];
     let single =
-        ["Makefile", "Cargo.toml", "build.rs", "Dockerfile", "Dockerfile.cuda", "docker-compose.yml"];
+        ["Makefile", "Cargo.toml", "build.rs", "Dockerfile", "Dockerfile.cuda", "Dockerfile.python", "docker-compose.yml"];
     let mut wrong = Vec::new();
     let mut seen = 0;
     for file in places.into_iter().chain(single).flat_map(files) {
