@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build wheel address program cuda gpu-check models demo demo-images demo-generate demo-speech unit test test-without-lint models-of-tests test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build wheel address program cuda gpu-check models demo demo-images demo-generate demo-speech demo-python unit test test-without-lint models-of-tests test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,9 @@ demo-speech: program ## transcribe real recordings, speak sentences and transcri
 	scripts/fetch-hibari
 	examples/demo/speech "$(PROGRAM)" models/whisper-tiny.en models/recordings
 	examples/demo/speak "$(PROGRAM)" models/hibari models/whisper-tiny.en
+
+demo-python: program models ## the first demo by a class in Python, with sentence-transformers; makes its .venv of some gigabytes
+	examples/demo/python "$(PROGRAM)" $(MODEL)
 
 # The models are fetched while clippy computes.
 test: ## install what tests need (RabbitMQ), then lint and test everything

@@ -25,6 +25,7 @@
 //! | 2 | `fetch` | from which sources the files that tasks name by URL may be fetched, and how many bytes of them are in memory |
 //! | 2 | `broker` | how messages are delivered, published with a confirm, and settled; when to reconnect |
 //! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |
+//! | 4 | `python` | the worker's side of a model that is a class in Python: its process, sockets and faults |
 //! | 4 | `worker` | the way of a task: session, intake, preprocessing, engine, settlement; the drain; isolation |
 //! | 4 | `launcher` | which devices and slots there are; when workers are spawned, restarted and stopped |
 //! | 4 | `client` | how tasks are published and each reply is gathered once; jobs; fleet statistics; dead letters |
@@ -61,6 +62,7 @@ mod commands;
 mod engine;
 mod fetch;
 pub mod model;
+mod python;
 mod worker;
 
 // Public only for the tests and benches in this repository; not part of the public interface.

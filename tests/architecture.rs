@@ -20,6 +20,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("broker", &["protocol", "backoff", "config"]),
     ("fetch", &["batching", "config"]),
     ("engine", &["protocol", "batching", "telemetry", "model"]),
+    ("python", &["protocol", "config", "model", "engine"]),
     (
         "worker",
         &[
@@ -50,6 +51,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "telemetry",
             "model",
             "engine",
+            "python",
             "broker",
             "client",
             "worker",

@@ -68,6 +68,16 @@ def load(**_):
         torch.set_num_threads(1)
         encoder = SentenceTransformer(os.environ["MODEL"], device="cpu")
         _compute = lambda body: encoder.encode([body["input"]], show_progress_bar=False)[0].tolist()  # noqa: E731
+    elif os.environ["KIND"] == "python":
+        import torch
+        from embedder import Embedder
+
+        import sconce_model
+
+        torch.set_num_threads(1)
+        model = sconce_model.load(Embedder, options={"model": os.environ["MODEL"]})
+        inputs = lambda body: model.preprocess(sconce_model.Task.of(body, "/v1/embeddings"))  # noqa: E731
+        _compute = lambda body: model.forward(inputs(body))[0].tolist()  # noqa: E731
     elif os.environ["KIND"].startswith("clip"):
         from .clip_client import embedder
 

@@ -414,6 +414,8 @@ pub struct Scheduler<K> {
     token_steps: usize,
     /// The number of token steps that take as long as a window.
     steps_per_window: usize,
+    /// Whether sequences are preempted.
+    preempts: bool,
 }
 
 impl<K: Copy + Ord> Scheduler<K> {
@@ -434,9 +436,15 @@ impl<K: Copy + Ord> Scheduler<K> {
             steps_since_window: usize::MAX,
             token_steps: 0,
             steps_per_window: 0,
+            preempts: true,
         };
         scheduler.set_limits(limits);
         scheduler
+    }
+
+    /// A scheduler that never preempts, for sequences that would come out differently if they were started over.
+    pub fn without_preemption(limits: Limits) -> Self {
+        Self { preempts: false, ..Self::new(limits) }
     }
 
     /// Changes the limits. Sequences that already run beyond them continue to their end.
@@ -643,9 +651,12 @@ impl<K: Copy + Ord> Scheduler<K> {
         division
     }
 
-    /// The running sequences that waiting ones may preempt, the last admitted first: all if a group is
+    /// The running sequences that waiting ones may preempt, the last admitted first; none without preemption. All if a group is
     /// `isolated`, otherwise those beyond a share, background sequences, and those that overtook others.
     fn preemptible(&self, isolated: Option<Group>) -> Vec<Preemptible<'_, K>> {
+        if !self.preempts {
+            return Vec::new();
+        }
         let division = self.division();
         let mut used_by_party: BTreeMap<Party, Resources> = BTreeMap::new();
         let mut used_by_queue: BTreeMap<usize, Resources> = BTreeMap::new();

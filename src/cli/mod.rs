@@ -61,7 +61,7 @@ pub enum Command {
 
 SIGTERM or Ctrl-C drains: batches on devices are finished; all other tasks, sequences included, are \
 requeued. A second signal aborts. `sconce stop` stops workers after the work queued before it.")]
-    Launch(Settings),
+    Launch(Launch),
     /// Run one worker. `launch` starts workers itself; start one by hand only to debug
     #[command(after_help = "Example:
   SCONCE_LOG=debug sconce worker --pool embed --device cpu
@@ -74,6 +74,15 @@ Events go to stdout as JSON lines, logs to stderr.")]
     /// Build grammars of `response_format` for the worker that starts this command
     #[command(hide = true)]
     GrammarServer,
+    /// Become the interpreter of a model in Python, for the worker that starts this command
+    #[command(hide = true)]
+    PythonProcess {
+        /// The worker's process id
+        #[arg(long, value_name = "PID")]
+        parent: u32,
+        /// The interpreter
+        executable: String,
+    },
     /// Publish tasks; with --wait, print their replies as JSON lines
     #[command(after_help = "Examples:
   sconce publish --wait \"what is a sconce?\" \"a holder for candles\"
@@ -158,6 +167,17 @@ pub struct Settings {
     /// One setting, which overrides files and environment; may be repeated
     #[arg(long, global = true, value_name = "PATH=VALUE", value_parser = setting)]
     pub set: Vec<(String, String)>,
+}
+
+/// `sconce launch`.
+#[derive(Debug, Args)]
+pub struct Launch {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Refuse pools whose model is a class in Python (`model = "python:…"`), which runs with the worker's rights
+    #[arg(long)]
+    pub no_python: bool,
 }
 
 /// `sconce worker`.

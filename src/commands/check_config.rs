@@ -9,10 +9,27 @@ use anyhow::{Context as _, anyhow};
 use super::{Registry, start_logging, tolerate_broken_pipe};
 use crate::cli::{CheckConfig, Settings};
 use crate::commands::exits::ExitsWith as _;
-use crate::config::Tls;
+use crate::config::{Pool, Tls};
 use crate::launcher::{Host, plan};
+use crate::python;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
+use crate::worker::pool_spec;
+
+/// Imports a pool's class in Python, in a process without a GPU, and prints what it is.
+fn describe_python(pool: &Pool) -> anyhow::Result<()> {
+    let described = python::describe(pool, &pool_spec(pool, "cpu"))
+        .with_context(|| format!("pool {:?}", pool.name))
+        .exits_with(Exit::ModelFailed)?;
+    let (name, model, executable) = (&pool.name, &pool.model, &pool.python.executable);
+    let head = format!("# pool {name:?} will load {model:?}: {described}");
+    let how =
+        format!("#   its module was imported now by {executable:?}, without a GPU; the model was not loaded");
+    for line in [head, how].into_iter().chain(described.options().map(|option| format!("#   {option}"))) {
+        tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
+    }
+    Ok(())
+}
 
 /// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without
 /// starting a worker or connecting to the broker: TLS files, the devices of this host, the models' options and the
@@ -33,6 +50,10 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     }
     let slots = plan(&loaded.settings, &Host::here())?;
     for pool in &loaded.settings.pools {
+        if pool.python_class().is_some() {
+            describe_python(pool)?;
+            continue;
+        }
         let description = registry
             .check(pool, &slots)
             .with_context(|| format!("pool {:?}", pool.name))

@@ -50,8 +50,14 @@ const CONTROL_RETRY_DELAY: Duration = Duration::from_secs(60);
 type Load<'a> = dyn Fn() -> Result<Loaded, ConfigError> + 'a;
 
 /// Runs the service.
-pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
-    let load = || registry.load(arguments, &[]);
+pub(super) fn run(arguments: &cli::Launch, registry: &Registry) -> anyhow::Result<Exit> {
+    let load = || {
+        let loaded = registry.load(&arguments.settings, &[])?;
+        if arguments.no_python {
+            loaded.refuse_python("expected a model that is no class in Python, because of --no-python")?;
+        }
+        Ok(loaded)
+    };
     let loaded = load()?;
     let settings = &loaded.settings;
     start_logging(None)?;

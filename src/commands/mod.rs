@@ -36,6 +36,7 @@ use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, Loaded, Pool};
 use crate::launcher::guard_workers;
 use crate::model::sequences::grammar;
+use crate::python::become_interpreter;
 use crate::shutdown::Exit;
 use crate::telemetry::{self, Format};
 
@@ -48,7 +49,7 @@ pub use registry::Registry;
 /// Why the command failed. The exit code follows from the error's kind, or else is the one that `exits_with` attached.
 pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
     match command {
-        Command::Launch(settings) => launch::run(&settings, registry),
+        Command::Launch(arguments) => launch::run(&arguments, registry),
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Guard => {
             start_logging(None)?;
@@ -61,6 +62,10 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             let worker = std::io::stdin().as_fd().try_clone_to_owned()?;
             grammar::serve(worker.into()).context("serving grammars")?;
             Ok(Exit::Done)
+        }
+        Command::PythonProcess { parent, executable } => {
+            let error = become_interpreter(parent, &executable);
+            Err(anyhow!("pool.python.executable = {executable:?}: {error}").exits_with(Exit::ModelFailed))
         }
         Command::Publish(arguments) => publish::run(&arguments, registry),
         Command::Bench(arguments) => bench::run(&arguments, registry),

@@ -3,13 +3,16 @@
 
 use std::collections::BTreeMap;
 use std::ptr;
+use std::sync::Arc;
 
 use anyhow::Context as _;
+use parking_lot::Mutex;
+use tokio::sync::oneshot::channel as oneshot_channel;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Dtype, Loaded, OptionProblem, Pool, Settings, check_options};
-use crate::engine::{Starter, assuming, chosen, continuous, oneshot, strict_refusal};
+use crate::engine::{Starter, assuming, chosen, continuous, foreign, oneshot, strict_refusal};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Description, Family, Sample};
 use crate::model::load::{ModelFiles, weights_size, widened_types};
@@ -17,6 +20,7 @@ use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
 use crate::protocol::embeddings;
+use crate::python::{self, Process, Start};
 use crate::shutdown::Exit;
 use crate::worker::{load_spec, pool_spec};
 
@@ -27,6 +31,13 @@ pub struct Registry {
     named: BTreeMap<String, Named>,
     /// The families that serve models by their files.
     by_files: Vec<(&'static Family, Starter)>,
+}
+
+/// What serves the pool of an assignment.
+pub(super) struct Started {
+    pub(super) starter: Starter,
+    /// The process of a model in Python. The caller kills its group in the end.
+    pub(super) process: Option<Arc<Process>>,
 }
 
 /// The code that serves a name.
@@ -125,8 +136,43 @@ impl Registry {
         }
     }
 
-    /// The code that serves a pool's model. If there is none, loading the model fails.
-    pub(super) fn starter(&self, pool: &Pool) -> Starter {
+    /// What serves the pool of an assignment. A model in Python gets its process here, so call this on the thread that lives
+    /// as long as the worker.
+    pub(super) fn start(&self, assignment: &Assignment) -> Started {
+        let pool = &assignment.pool;
+        if pool.python_class().is_none() {
+            return Started { starter: self.starter(pool), process: None };
+        }
+        let start = Start {
+            python: &pool.python,
+            device: &assignment.device,
+            threads: assignment.threads,
+            timeout: pool.batch.timeout,
+        };
+        match Process::start(&start) {
+            Ok((process, lost)) => {
+                let (loaded, assignment, lost) =
+                    (process.clone(), assignment.clone(), Mutex::new(Some(lost)));
+                let starter = foreign(move |spec, wake| {
+                    // A starter is used once.
+                    let lost = lost.lock().take().unwrap_or_else(|| oneshot_channel().1);
+                    python::load(&loaded, &assignment, spec, lost, wake)
+                });
+                Started { starter, process: Some(process) }
+            }
+            Err(error) => {
+                let reason = format!("the process of a model in Python cannot be started: {error}");
+                let failed = move |spec: &LoadSpec| LoadError::Process {
+                    model: spec.source.clone(),
+                    reason: reason.clone(),
+                };
+                Started { starter: chosen(move |spec| Err(failed(spec))), process: None }
+            }
+        }
+    }
+
+    /// The code that serves a pool's model, which is not in Python. If there is none, loading the model fails.
+    fn starter(&self, pool: &Pool) -> Starter {
         if let Some(named) = self.named(&pool.model) {
             return named.starter.clone();
         }
@@ -169,7 +215,7 @@ impl Registry {
             let Some(folder) = loaded.model_folder(index) else { continue };
             let pool = &mut loaded.settings.pools[index];
             // `~` is expanded where the model is loaded.
-            if self.named(&pool.model).is_some() || pool.model.starts_with('~') {
+            if self.is_opaque(pool) || pool.model.starts_with('~') {
                 continue;
             }
             if ModelFiles::is_path(&pool.model) || folder.is_dir() {
@@ -198,8 +244,14 @@ impl Registry {
     fn family(&self, pool: &Pool) -> Option<&'static Family> {
         match self.named(&pool.model) {
             Some(named) => named.family,
+            None if pool.python_class().is_some() => None,
             None => Some(served_here(&pool.model, pool.task.as_deref()).ok()??.family),
         }
+    }
+
+    /// Whether only the model's own code knows what it is: it is registered under its name, or is a class in Python.
+    fn is_opaque(&self, pool: &Pool) -> bool {
+        self.named(&pool.model).is_some() || pool.python_class().is_some()
     }
 
     /// Returns the function that makes tasks for a pool from texts. If the model's family is unknown, it makes requests
@@ -217,6 +269,7 @@ impl Registry {
     fn routes(&self, pool: &Pool) -> Option<&'static [Route]> {
         match self.named(&pool.model) {
             Some(named) => named.family.map(|family| family.routes),
+            None if pool.python_class().is_some() => None,
             None => Some(served_here(&pool.model, pool.task.as_deref()).ok()??.routes),
         }
     }
@@ -236,6 +289,9 @@ impl Registry {
         if self.named(&pool.model).is_some() {
             return Ok(Some("registered".to_owned()));
         }
+        if pool.python_class().is_some() {
+            return Ok(Some("a class in Python".to_owned()));
+        }
         Ok(served_here(&pool.model, pool.task.as_deref())?.map(|served| served.to_string()))
     }
 
@@ -245,7 +301,7 @@ impl Registry {
     /// # Errors
     /// No code serves the model, or a file is missing, invalid or truncated.
     pub(super) fn check(&self, pool: &Pool, slots: &[Assignment]) -> Result<Option<String>, LoadError> {
-        if self.named(&pool.model).is_none() {
+        if !self.is_opaque(pool) {
             // Also refuses what is neither a folder nor can be an id of the hub.
             ModelFiles::locate(&pool.model)?;
         }
@@ -286,15 +342,15 @@ impl Registry {
     /// # Errors
     /// As [`describe`](Self::describe).
     pub(super) fn assumptions(&self, pool: &Pool) -> Result<Vec<String>, LoadError> {
-        match self.named(&pool.model) {
-            Some(_) => Ok(Vec::new()),
-            None => registry::assumptions(&pool.model, pool.task.as_deref()),
+        match self.is_opaque(pool) {
+            true => Ok(Vec::new()),
+            false => registry::assumptions(&pool.model, pool.task.as_deref()),
         }
     }
 
     /// Whether a pool answers `url`; true for a registered model, because only its code knows its URLs.
     pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
-        if self.named(&pool.model).is_some() {
+        if self.is_opaque(pool) {
             return true;
         }
         self.routes(pool).is_some_and(|routes| routes.iter().any(|route| route.url == url))
@@ -314,9 +370,9 @@ impl Registry {
                     .exits_with(Exit::ModelFailed);
             }
         }
-        fit(&slots, &host.gpus, |slot| match self.named(&slot.pool.model) {
-            Some(_) => None,
-            None => weights_size(&load_spec(slot)),
+        fit(&slots, &host.gpus, |slot| match self.is_opaque(&slot.pool) {
+            true => None,
+            false => weights_size(&load_spec(slot)),
         })?;
         Ok(slots)
     }
@@ -324,9 +380,9 @@ impl Registry {
     /// The digest of the files of a pool's model; none for a registered model, because only its code knows what it
     /// loads.
     pub(super) fn weights_digest(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
-        match self.named(&pool.model) {
-            Some(_) => Ok(None),
-            None => {
+        match self.is_opaque(pool) {
+            true => Ok(None),
+            false => {
                 let digest = registry::digest(&pool.model, pool.task.as_deref());
                 digest.map(Some).map_err(|error| error.without_folder(pool.missing_folder.as_deref()))
             }

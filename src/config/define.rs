@@ -21,6 +21,8 @@ pub(super) struct Outline {
     pub(super) keys: &'static [Key],
     /// Sections within it, by key.
     pub(super) nested: Vec<(&'static str, Outline)>,
+    /// Whether its values are never shown.
+    pub(super) has_secrets: bool,
 }
 
 /// A section of the settings, read and validated.
@@ -68,6 +70,7 @@ macro_rules! section {
                         help: &[$($help),+],
                     }),*],
                     nested: vec![$((stringify!($nested), <$section as $crate::config::define::Section>::outline())),*],
+                    has_secrets: false,
                 }
             }
 

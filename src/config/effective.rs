@@ -66,7 +66,8 @@ impl Effective {
     fn add(&mut self, path: String, table: &Map<String, Value>, outline: &Outline) {
         let setting = |(name, default, value): (String, &str, &Value)| {
             let toml = inline(&as_read(value, default));
-            let (shown, origin) = (masked(&name, &toml), without_controls(&origin(value)));
+            let (shown, origin) =
+                (masked(&name, &toml, outline.has_secrets), without_controls(&origin(value)));
             Setting { name, value: toml.trim_matches('"').to_owned(), shown, origin }
         };
         let settings = settings_of(table, outline).into_iter().map(setting).collect();
@@ -144,9 +145,9 @@ fn as_read(value: &Value, default: &str) -> Value {
 /// The setting whose whole value is a secret.
 const SECRET_KEY: &str = "secret_access_key";
 
-/// A value as TOML, with secrets masked.
-fn masked(key: &str, toml: &str) -> String {
-    if key == SECRET_KEY && toml != "\"\"" {
+/// A value as TOML, with secrets masked. `is_secret`: all values of its section are secrets.
+fn masked(key: &str, toml: &str, is_secret: bool) -> String {
+    if (is_secret || key == SECRET_KEY) && toml != "\"\"" {
         return "\"***\"".to_owned();
     }
     // An address that was given to another setting by mistake may hold a password too.

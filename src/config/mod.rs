@@ -14,6 +14,7 @@
 //! | `overrides` | environment variables and flags → layers |
 //! | `text` | values as TOML, durations, sizes |
 //! | `model_folder` | which folder a pool's `model` may name |
+//! | `python` | which class in Python a pool's `model` names |
 //! | `public_address` | which addresses belong to public hosts |
 //! | `problem` | how a mistake is shown; "did you mean" |
 //! | `effective` | the text that `sconce check-config` prints; what differs between two loads |
@@ -29,6 +30,7 @@ mod options;
 mod overrides;
 mod problem;
 mod public_address;
+mod python;
 mod read;
 mod redact;
 pub mod settings;
@@ -42,11 +44,12 @@ pub use options::{OptionDefault, OptionProblem, OptionSpec, Options, Takes, chec
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use public_address::is_public;
+pub use python::{Environment, PythonClass, PythonPlace, class_name as python_class_name};
 pub use read::{AllowedSource, Devices, Secret, TaskQueue};
 pub use redact::redact_url;
 pub use settings::{
-    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Replace, Retry, S3,
-    Sentinels, Settings, Telemetry, Tls,
+    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Python, Replace,
+    Retry, S3, Sentinels, Settings, Telemetry, Tls,
 };
 
 /// Validated settings, and their origins.
@@ -72,6 +75,41 @@ impl Loaded {
     pub fn model_folder(&self, pool: usize) -> Option<PathBuf> {
         let origin = self.origins.get(&format!("pool[{pool}].model")).map_or(read::BUILT_IN, String::as_str);
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
+    }
+
+    /// Makes the paths of pools whose model is a class in Python absolute. An executable without a `/` is looked for in the
+    /// `PATH`.
+    fn resolve_python(&mut self) {
+        for (index, pool) in self.settings.pools.iter_mut().enumerate() {
+            let resolve = |key: &str, path: &str| {
+                let origin = self.origins.get(&format!("pool[{index}].{key}"));
+                model_folder::of(path, origin.map_or(read::BUILT_IN, String::as_str)).display().to_string()
+            };
+            let Some(model) = python::resolved(&pool.model, |file| resolve("model", file)) else { continue };
+            pool.model = model;
+            for folder in &mut pool.python.path {
+                *folder = resolve("python.path", folder);
+            }
+            if pool.python.executable.contains('/') {
+                pool.python.executable = resolve("python.executable", &pool.python.executable);
+            }
+        }
+    }
+
+    /// Refuses pools whose model is a class in Python.
+    ///
+    /// # Errors
+    /// There is such a pool.
+    pub fn refuse_python(&self, expected: &str) -> Result<(), ConfigError> {
+        let pools = self.settings.pools.iter().enumerate().filter(|(_, pool)| pool.python_class().is_some());
+        let problems: Vec<Problem> = pools
+            .map(|(index, pool)| {
+                let path = format!("pool[{index}].model");
+                let origin = self.origins.get(&path).map_or(read::BUILT_IN, String::as_str).to_owned();
+                Problem::new(path, expected).with_origin(origin).with_text(&pool.model)
+            })
+            .collect();
+        if problems.is_empty() { Ok(()) } else { Err(ConfigError::new(problems)) }
     }
 
     /// Whether the settings do not name this pool, so that it has the default name.
@@ -119,7 +157,9 @@ pub fn load(
     match settings {
         Some(settings) if report.problems.is_empty() => {
             let values = effective::Effective::of(&merged, &settings::outline());
-            Ok(Loaded { settings, effective: values.render(), values, origins: report.origins })
+            let mut loaded = Loaded { settings, effective: values.render(), values, origins: report.origins };
+            loaded.resolve_python();
+            Ok(loaded)
         }
         _ => Err(ConfigError::new(report.problems)),
     }

@@ -15,6 +15,7 @@ use url::Url;
 
 use super::define::{Outline, Section, section};
 use super::options::Options;
+use super::python::{self, Environment, PythonClass};
 use super::read::{
     self, AllowedSource, BUILT_IN, Devices, Problem, Reader, Report, Secret, TaskQueue, origin,
 };
@@ -125,8 +126,9 @@ section! {
         reply_timeout: Duration = "90s", read::duration(WAIT);
         /// A larger reply is sent on its own channel, so that its refusal affects no other reply.
         large_reply: u64 = "1MiB", read::size(BODY_SIZE);
-        /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
-        /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
+        /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a class in Python
+        /// ("python:shop.models:Embedder", "python:./embedder.py:Embedder"; docs/python-models.md), a model of your own
+        /// in Rust (docs/own-models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
         /// docs/protocol.md). A value that begins with ".", "/" or "~", or ends with ".gguf", is a folder or a GGUF
         /// file. Any other value is a folder if there is one, else a Hugging Face id. A folder is relative to the
         /// settings file that names it; from a flag or a variable, to the current folder. For this default,
@@ -197,6 +199,7 @@ section! {
         nested s3: S3;
         nested batch: Batch;
         nested retry: Retry;
+        nested python: Python;
         nested options: Options;
         derived missing_folder: Option<PathBuf>,
             "The folder that `model` would name, if it does not exist. `model` is then the id of a model of the hub.";
@@ -204,6 +207,19 @@ section! {
             "Whether `name` is the default, which tells nothing about the model.";
     }
     check check_pool
+}
+
+section! {
+    /// How the process of a model is started that is a class in Python (`model = "python:…"`).
+    Python {
+        /// The interpreter: a name in the PATH, or a path. That of a virtual environment is ".venv/bin/python", with
+        /// sconce_model in it. Relative paths are relative to the settings file that names them; from a flag or a
+        /// variable, to the current folder.
+        executable: String = "python3", read::name;
+        /// Folders in which modules are looked for first.
+        path: Vec<String> = [], read::paths;
+        nested env: Environment;
+    }
 }
 
 section! {
@@ -462,6 +478,11 @@ impl Pool {
             (self.task_queue, self.background_queue) = (first.name.clone(), None);
         }
     }
+
+    /// The class in Python that is the pool's model; none for any other model.
+    pub fn python_class(&self) -> Option<PythonClass<'_>> {
+        python::python_class(&self.model)?.ok()
+    }
 }
 
 impl Broker {
@@ -677,6 +698,9 @@ fn refuse_shared(report: &mut Report, pools: &[Pool], refused: Setting, other: S
 }
 
 fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
+    if let Some(Err(expected)) = python::python_class(&pool.model) {
+        reader.refuse("model", pool.model.as_str(), expected);
+    }
     let is_listed = !pool.queue.is_empty();
     for key in ["task_queue", "background_queue"] {
         let origin = reader.origin_of(key);
@@ -761,7 +785,7 @@ impl Section for Options {
     fn outline() -> Outline {
         let about: &[&str] =
             &[" Settings of the model's own. docs/models.md lists those of the built-in models."];
-        Outline { about, keys: &[], nested: Vec::new() }
+        Outline { about, keys: &[], nested: Vec::new(), has_secrets: false }
     }
 
     fn read(mut reader: Reader<'_>) -> Option<Self> {

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `oneshot` | the loop of models that answer in one pass |
 //! | `continuous` | the loop of models whose sequences join and leave |
+//! | `streams` | the loop of models in a process of their own that run tasks side by side |
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
 //! | `probe` | what a failed probe means: its author's mistake, or a bad device |
 //! | `sizing` | how large a batch the device's memory takes |
@@ -30,11 +31,13 @@ mod reply;
 mod run_loop;
 mod sizing;
 mod start;
+mod streams;
 mod task_state;
 #[cfg(test)]
 mod tests;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -50,7 +53,11 @@ use job::Item;
 
 pub use memory::Memory;
 pub use panics::caught;
-pub use start::{Starter, assuming, chosen, continuous, oneshot, strict_refusal};
+pub use run_loop::Waker;
+pub use start::{
+    Foreign, ForeignWork, Starter, assuming, chosen, continuous, foreign, oneshot, strict_refusal,
+};
+pub use streams::{StreamEvent, StreamId, Streams};
 pub use task_state::TaskState;
 
 /// A loaded model and its thread. Shared by all tasks of a worker.
@@ -283,6 +290,23 @@ pub struct Loaded {
     pub dtype: Dtype,
     /// What the model assumes because its files do not tell it, one sentence each.
     pub assumptions: Vec<String>,
+    /// The process that holds the model, if it is not this one.
+    pub process: Option<ForeignProcess>,
+}
+
+impl Loaded {
+    /// A model that this process has loaded, and that assumes nothing.
+    fn new(engine: Arc<dyn Engine>, notices: mpsc::Receiver<Notice>, device: String, dtype: Dtype) -> Self {
+        Self { engine, notices, device, dtype, assumptions: Vec::new(), process: None }
+    }
+}
+
+/// The process that holds a model, as the worker sees it.
+pub struct ForeignProcess {
+    /// Resolves with the reason once the process has ended or is given up.
+    pub lost: tokio::sync::oneshot::Receiver<String>,
+    /// Bytes of memory that its process group uses, as last measured.
+    pub memory: Arc<AtomicU64>,
 }
 
 /// Resolves once the model is loaded, or could not be.

@@ -29,7 +29,7 @@ impl Next {
 }
 
 /// Wakes a sleeping loop. Called by those who write to its queue.
-pub(super) type Waker = Box<dyn Fn() + Send + Sync>;
+pub type Waker = Box<dyn Fn() + Send + Sync>;
 
 pub(super) fn run(model_loop: &mut dyn Loop) {
     loop {

@@ -12,9 +12,19 @@ use super::continuous::{Continuous, Probe, SequenceQueue};
 use super::job::Handle;
 use super::oneshot::{OneShot, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
-use super::{Loaded, Loading, Memory, Notices, Setup};
+use super::streams::{self, StreamLoop, StreamQueue, Streams};
+use super::{ForeignProcess, Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
 use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, Unfit, device};
+
+/// Returns what turns a failure of the device into one of the process that holds the model: nothing else has opened the
+/// device.
+fn of_process(model: &str) -> impl Fn(LoadError) -> LoadError {
+    move |error| match error {
+        LoadError::Device { reason, .. } => LoadError::Process { model: model.to_owned(), reason },
+        other => other,
+    }
+}
 
 /// Starts engines of one type of model.
 #[derive(Clone)]
@@ -33,17 +43,88 @@ where
     F: Forward<Input = P::Input, Output = P::Output>,
 {
     Starter(Arc::new(move |setup, waker| {
-        let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
-        let Opened { model: (processor, network), dtype, name, _proven } = open(&spec, min_speed, &load)?;
-        let spec = LoadSpec { dtype, ..spec };
-        let (notices, receiver) = Notices::new();
-        let mut network = Network::new(network, observer, notices);
-        network.try_probe(&processor).map_err(|error| error.load_error(&spec, &name))?;
-        let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
-        let model_loop = OneShot::new(network, waiting.clone());
-        let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
-        let assumptions = Vec::new();
-        Ok((Loaded { engine, notices: receiver, device: name, dtype, assumptions }, Box::new(model_loop)))
+        let Opened { model, dtype, name, _proven } = open(&setup.spec, setup.min_speed, &load)?;
+        loop_of_batches(setup, waker, model, dtype, name)
+    }))
+}
+
+/// Makes the loop of a one-pass model, which is loaded already, and computes the probe.
+fn loop_of_batches<P, F>(
+    setup: Setup,
+    waker: Waker,
+    (processor, network): (P, F),
+    dtype: Dtype,
+    device: String,
+) -> Result<(Loaded, Box<dyn Loop>), LoadError>
+where
+    P: Processor,
+    F: Forward<Input = P::Input, Output = P::Output>,
+{
+    let Setup { spec, policy, prepared_bytes, observer, .. } = setup;
+    let spec = LoadSpec { dtype, ..spec };
+    let (notices, receiver) = Notices::new();
+    let mut network = Network::new(network, observer, notices);
+    network.try_probe(&processor).map_err(|error| error.load_error(&spec, &device))?;
+    let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
+    let model_loop = OneShot::new(network, waiting.clone());
+    let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
+    Ok((Loaded::new(engine, receiver, device, dtype), Box::new(model_loop)))
+}
+
+/// A model in a process of its own.
+pub struct Foreign<P, F, S> {
+    /// Its CPU part.
+    pub processor: P,
+    /// What computes its tasks.
+    pub work: ForeignWork<F, S>,
+    /// The number format that it says it computes in.
+    pub dtype: Dtype,
+    /// The process.
+    pub process: ForeignProcess,
+}
+
+/// How a model in a process of its own works.
+pub enum ForeignWork<F, S> {
+    /// It computes batches.
+    Batches(F),
+    /// It runs tasks side by side, each of which gives parts of its reply and ends when it likes.
+    Streams(S),
+}
+
+/// Makes a starter of engines for a model that is loaded in a process of its own. No device is opened here: the process
+/// opens it. `load` is called once, on the model thread, with what wakes the loop.
+pub fn foreign<P, F, S>(
+    load: impl Fn(&LoadSpec, Waker) -> Result<Foreign<P, F, S>, LoadError> + Send + Sync + 'static,
+) -> Starter
+where
+    P: Processor,
+    F: Forward<Input = P::Input, Output = P::Output>,
+    S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Output>,
+{
+    Starter(Arc::new(move |setup, waker| {
+        let waker: Arc<dyn Fn() + Send + Sync> = Arc::from(waker);
+        let (for_loop, for_process) = (waker.clone(), waker);
+        let Foreign { processor, work, dtype, process } = load(&setup.spec, Box::new(move || for_process()))?;
+        let (device, waker): (_, Waker) = (setup.spec.device.clone(), Box::new(move || for_loop()));
+        let model = setup.spec.source.clone();
+        let (loaded, model_loop) = match work {
+            ForeignWork::Batches(network) => {
+                loop_of_batches(setup, waker, (processor, network), dtype, device)
+                    .map_err(of_process(&model))?
+            }
+            ForeignWork::Streams(mut streams) => {
+                streams::try_probe(&processor, &mut streams)
+                    .map_err(|error| error.load_error(&setup.spec, &device))
+                    .map_err(of_process(&model))?;
+                let (notices, receiver) = Notices::new();
+                let queue = Arc::new(StreamQueue::new(streams.concurrency(), setup.policy, waker));
+                let model_loop = StreamLoop::new(streams, queue.clone(), setup.observer, notices);
+                let engine = Arc::new(Handle::new(processor, queue, Memory::new(setup.prepared_bytes)));
+                let model_loop: Box<dyn Loop> = Box::new(model_loop);
+                (Loaded::new(engine, receiver, device, dtype), model_loop)
+            }
+        };
+        Ok((Loaded { process: Some(process), ..loaded }, model_loop))
     }))
 }
 
@@ -69,8 +150,7 @@ where
             model_loop.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
         }
         let engine = Arc::new(Handle::new(processor, queue, Memory::new(prepared_bytes)));
-        let assumptions = Vec::new();
-        Ok((Loaded { engine, notices: receiver, device: name, dtype, assumptions }, Box::new(model_loop)))
+        Ok((Loaded::new(engine, receiver, name, dtype), Box::new(model_loop)))
     }))
 }
 

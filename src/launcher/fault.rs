@@ -94,6 +94,7 @@ fn reason_by_exit_status(death: &Death, status: Option<ExitStatus>) -> RestartRe
     match death.exit {
         Some(Exit::BrokerLost) => RestartReason::BrokerLost,
         Some(Exit::ModelFailed | Exit::ModelUnavailable) => RestartReason::ModelFailed,
+        Some(Exit::ModelProcessFailed) => RestartReason::ModelProcess,
         Some(Exit::DeviceFailed) => RestartReason::DeviceFailed,
         Some(Exit::Config | Exit::Usage) => RestartReason::BadConfiguration,
         Some(Exit::Internal) => RestartReason::InternalError,

@@ -4,7 +4,7 @@
 //! of the socket between launcher and guard is closed and the shutdown grace is over. The guard never signals another
 //! process that has got the same id in the meantime.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, BufRead, Write};
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigHandler, Signal, kill, signal};
+use nix::sys::signal::{SigHandler, Signal, kill, killpg, signal};
 use nix::unistd::Pid;
 use parking_lot::Mutex;
 use tokio::process::{Child, Command};
@@ -28,8 +28,10 @@ const COMMAND: &str = "guard";
 /// How often the guard checks which workers are still alive, once the launcher is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The first words of the launcher's lines to the guard: a worker was spawned; a worker was reaped.
+/// The first words of the launcher's lines to the guard: a worker was spawned; a worker has started a process group; a
+/// worker was reaped, and its group killed.
 const SPAWNED: &str = "spawned";
+const GROUP: &str = "group";
 const REAPED: &str = "reaped";
 
 /// The launcher's side, shared by all slots.
@@ -46,8 +48,9 @@ pub(super) struct Guard {
 struct State {
     /// None before the first worker, and between the loss of a guard and the next spawn of a worker.
     running: Option<GuardProcess>,
-    /// Workers that are spawned and not reaped. A new guard is informed of all of them.
-    workers: BTreeSet<Process>,
+    /// Workers that are spawned and not reaped, each with the process group of its model, if it has one. A new guard is
+    /// informed of all of them.
+    workers: BTreeMap<Process, Option<ProcessGroup>>,
 }
 
 /// A guard process, as the launcher sees it.
@@ -61,6 +64,15 @@ struct GuardProcess {
 pub(super) struct Guarded {
     guard: Arc<Guard>,
     worker: Process,
+}
+
+impl Guarded {
+    /// Makes the guard kill this group too.
+    pub(super) fn add_group(&self, group: ProcessGroup) {
+        let mut state = self.guard.state.lock();
+        state.workers.insert(self.worker, Some(group));
+        state.send(&grouped(self.worker, group));
+    }
 }
 
 impl Drop for Guarded {
@@ -93,8 +105,9 @@ impl Guard {
         if let Some(ended) = std::mem::replace(&mut state.running, started.ok()) {
             ended.kill();
         }
-        for worker in state.workers.clone() {
+        for (worker, group) in state.workers.clone() {
             state.send(&spawned(worker, grace));
+            group.into_iter().for_each(|group| state.send(&grouped(worker, group)));
         }
     }
 
@@ -110,7 +123,7 @@ impl Guard {
         };
         let grace = self.grace();
         let mut state = self.state.lock();
-        state.workers.insert(worker);
+        state.workers.insert(worker, None);
         state.send(&spawned(worker, grace));
         Some(Guarded { guard: self.clone(), worker })
     }
@@ -163,6 +176,32 @@ fn spawned(worker: Process, grace: Duration) -> String {
     format!("{SPAWNED} {} {}\n", worker.fields(), grace.as_millis())
 }
 
+fn grouped(worker: Process, ProcessGroup(leader): ProcessGroup) -> String {
+    format!("{GROUP} {} {}\n", worker.fields(), leader.fields())
+}
+
+/// A process group, by the process that leads or led it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ProcessGroup(Process);
+
+impl ProcessGroup {
+    /// The group of a leader that runs now, or that is a zombie; none if there is no such process.
+    pub(super) fn led_by(leader: u32) -> Option<Self> {
+        Process::of(i32::try_from(leader).ok().filter(|leader| *leader > 1)?).map(Self)
+    }
+
+    /// Kills all processes of the group. While one of them lives, no other process gets the leader's id. So another start
+    /// time means that none of them lives.
+    pub(super) fn kill(self) {
+        let Self(leader) = self;
+        let is_another = state_and_start(leader.pid).is_some_and(|(_, start)| start != leader.start_ticks);
+        if !is_another {
+            // An error means that the group is empty.
+            let _ = killpg(Pid::from_raw(leader.pid), Signal::SIGKILL);
+        }
+    }
+}
+
 /// A process. Its start time distinguishes it from a later one with the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Process {
@@ -212,6 +251,8 @@ fn parse_stat(stat: &str) -> Option<(char, u64)> {
 #[derive(Default)]
 struct WatchedWorkers {
     workers: BTreeSet<Process>,
+    /// The process groups of their models, by worker.
+    groups: BTreeMap<Process, ProcessGroup>,
     grace: Duration,
 }
 
@@ -220,13 +261,19 @@ impl WatchedWorkers {
     fn apply(&mut self, line: &str) -> Option<()> {
         let mut fields = line.split(' ');
         let verb = fields.next()?;
-        let worker = Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? };
+        let mut process =
+            || Some(Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? });
+        let worker = process()?;
         match verb {
             SPAWNED => {
                 self.grace = Duration::from_millis(fields.next()?.parse().ok()?);
                 self.workers.insert(worker);
             }
-            REAPED => drop(self.workers.remove(&worker)),
+            GROUP => _ = self.groups.insert(worker, ProcessGroup(process()?)),
+            REAPED => {
+                self.workers.remove(&worker);
+                self.groups.remove(&worker);
+            }
             _ => return None,
         }
         Some(())
@@ -277,7 +324,10 @@ fn kill_survivors(launcher: impl BufRead) -> Vec<i32> {
         }
         thread::sleep(remaining.min(POLL_INTERVAL));
     }
-    watched.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
+    let killed = watched.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect();
+    // A worker that has ended by itself has killed its group. One that was killed has not.
+    watched.groups.values().for_each(|group| group.kill());
+    killed
 }
 
 #[cfg(test)]

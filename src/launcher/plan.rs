@@ -2,6 +2,7 @@
 //! devices' memory. The caller passes in what the host has, except the vector units of its CPU, which are asked here.
 //! Never opens a device, and never substitutes another device for the one in the settings.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 
 use super::LaunchError;
@@ -40,6 +41,9 @@ pub struct Cuda {
 }
 
 impl Cuda {
+    /// For programs of others, such as a class in Python, which have their own CUDA: this program asks nothing of the driver.
+    pub const OF_OTHERS: Self = Self { version: (0, 0), compute_capability: (0, 0) };
+
     /// The versions with which `scripts/build-cuda` built this program; none without CUDA.
     pub fn of_this_build() -> Option<Self> {
         let capability: i32 = option_env!("CUDA_COMPUTE_CAP").and_then(|it| it.parse().ok()).unwrap_or(80);
@@ -60,6 +64,15 @@ impl Host {
             gpus: Gpus::here(),
             visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             cuda: Cuda::of_this_build(),
+        }
+    }
+
+    /// The same host for this pool: if its model is a class in Python, the GPUs that NVML reports can be used in every build
+    /// of this program.
+    pub fn for_pool(&self, pool: &Pool) -> Cow<'_, Self> {
+        match pool.python_class() {
+            Some(_) => Cow::Owned(Self { cuda: Some(Cuda::OF_OTHERS), ..self.clone() }),
+            None => Cow::Borrowed(self),
         }
     }
 
@@ -135,7 +148,7 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
     let cpu_workers = (host.cores / auto_pools.max(1)).clamp(1, MAX_CPU_WORKERS);
     let mut planned = Vec::new();
     for pool in &settings.pools {
-        for device in devices_of(pool, host, cpu_workers)? {
+        for device in devices_of(pool, &host.for_pool(pool), cpu_workers)? {
             if device == CPU {
                 let lacks = |reason| LaunchError::CpuFeatures { pool: pool.name.clone(), reason };
                 pool.cpu_features.check().map_err(lacks)?;

@@ -52,6 +52,8 @@ named! {
         BrokerLost => "broker_lost",
         /// Its model could not be loaded.
         ModelFailed => "model_failed",
+        /// The Python process of its model died, failed or took too long.
+        ModelProcess => "model_process",
         /// Its device failed, or the driver does not answer.
         DeviceFailed => "device_failed",
         /// It reported another device than its own.
@@ -153,6 +155,7 @@ mod tests {
             "internal_error",
             "broker_lost",
             "model_failed",
+            "model_process",
             "device_failed",
             "wrong_device",
             "wrong_result",

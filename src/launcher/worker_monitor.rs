@@ -337,7 +337,9 @@ impl WorkerMonitor {
             let suspects = SuspectTasks { tasks, isolated, tail };
             died_with_group = suspects.is_group();
             match self.death.exit {
-                None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, context, slot),
+                None | Some(Exit::Internal | Exit::ModelProcessFailed) => {
+                    self.found_poison |= blame(&suspects, context, slot);
+                }
                 Some(Exit::DeviceFailed) => self.suspects = Some(suspects),
                 // The exit code gives another reason, so no task is to blame.
                 Some(_) => {}
@@ -401,6 +403,7 @@ fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
         | Event::Cancelled { .. }
         | Event::Stats(_)
         | Event::StatsReported { .. }
+        | Event::ModelProcess { .. }
         | Event::Unfit { .. }
         | Event::Stopped { .. } => {}
     }

@@ -569,8 +569,12 @@ impl LoadSpec {
     }
 }
 
-/// A model's name in replies: its source, a folder's last component, or a GGUF file's name without its extension.
+/// A model's name in replies: its source, a folder's last component, a GGUF file's name without its extension, or the name
+/// of a class in Python.
 pub fn model_name(source: &str) -> &str {
+    if let Some(class) = crate::config::python_class_name(source) {
+        return class;
+    }
     let name = source.trim_end_matches('/');
     if let (true, Some(stem)) = (load::is_gguf(name), Path::new(name).file_stem()) {
         return stem.to_str().unwrap_or(name);
@@ -633,6 +637,14 @@ pub enum LoadError {
         /// What is wrong with it.
         why: Unfit,
         /// The measured values, and what to do.
+        reason: String,
+    },
+    /// The process of a model that runs in one of its own has ended, has failed to load it, or has taken too long.
+    #[error("model {model:?}: {reason}")]
+    Process {
+        /// The `model` setting.
+        model: String,
+        /// What happened, with the last line of its output.
         reason: String,
     },
     /// The hub could not deliver the model.

@@ -34,6 +34,8 @@ named! {
         ModelUnavailable = 86 => "the model could not be fetched",
         /// A client command has done all of its work, and some of the answers are errors. Workers never exit with it.
         DoneWithErrors = 87 => "finished, with errors: some rows or tasks were answered with an error",
+        /// The process of a model in Python has ended, has failed to load it, or has taken too long.
+        ModelProcessFailed = 88 => "worker: the model's Python process died, failed or took too long",
     }
 }
 

@@ -38,7 +38,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::BoxFuture;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::batching::{Policy, QueueBytes};
 use crate::broker::{BrokerError, BrokerSession};
@@ -79,6 +79,9 @@ pub enum WorkerError {
     /// The device failed; only a new process can use it.
     #[error("{0}")]
     Device(String),
+    /// The process that holds the model has ended or is given up.
+    #[error("{0}")]
+    Process(String),
     /// The connection was lost after a sentinel was received and before it was acked. Another worker will receive that
     /// sentinel.
     #[error("the broker was lost before the sentinel could be acked")]
@@ -101,6 +104,7 @@ impl WorkerError {
             Self::Load(LoadError::Device { .. } | LoadError::Unfit { .. }) | Self::Device(_) => {
                 Exit::DeviceFailed
             }
+            Self::Load(LoadError::Process { .. }) | Self::Process(_) => Exit::ModelProcessFailed,
             Self::Load(LoadError::Hub { is_lasting: false, .. }) => Exit::ModelUnavailable,
             Self::Load(
                 LoadError::File { .. }
@@ -203,11 +207,15 @@ async fn serve(
 ) -> Result<Ended, WorkerError> {
     let (control, counters) = (context.control, context.counters.clone());
     let reporter = &control.reporter;
-    let Loaded { engine, notices, device, dtype, .. } = loaded;
+    let Loaded { engine, notices, device, dtype, process, .. } = loaded;
+    let lost = process.map(|process| {
+        counters.count_memory_of(process.memory);
+        process.lost
+    });
     let worker = assemble(assignment, engine, (device, dtype), context);
     let (fault_sender, mut faults) = mpsc::channel(1);
     let helpers = [
-        tokio::spawn(dispatch(notices, worker.isolation.clone(), fault_sender)),
+        tokio::spawn(dispatch(notices, lost, worker.isolation.clone(), fault_sender)),
         tokio::spawn(report::send_stats(counters.clone(), reporter.clone())),
         tokio::spawn(report::announce_drain(stop.clone(), reporter.clone())),
     ];
@@ -314,19 +322,31 @@ fn assemble(
 }
 
 /// Handles the notices of the model thread: wakes the task runs whose jobs in the engine are done, and sends a fault to
-/// the intake.
+/// the intake. `lost`: resolves when the process that holds the model is lost, which also makes the model thread fail.
 async fn dispatch(
     mut notices: mpsc::Receiver<Notice>,
+    lost: Option<oneshot::Receiver<String>>,
     isolation: Arc<isolation::Isolation>,
     fault_sender: mpsc::Sender<WorkerError>,
 ) {
+    let mut lost = std::pin::pin!(async {
+        match lost {
+            // The sender is dropped only when the process that runs the tests ends.
+            Some(lost) => lost.await.unwrap_or_else(|_| "the model's process is lost".to_owned()),
+            None => std::future::pending().await,
+        }
+    });
     let error = loop {
-        match notices.recv().await {
-            Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| task.notify()),
-            Some(Notice::Fault(error)) => break error,
-            None => break "the model thread ended".to_owned(),
+        tokio::select! {
+            biased;
+            why = &mut lost => break WorkerError::Process(why),
+            notice = notices.recv() => match notice {
+                Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| task.notify()),
+                Some(Notice::Fault(error)) => break WorkerError::Device(error),
+                None => break WorkerError::Device("the model thread ended".to_owned()),
+            },
         }
     };
     isolation.record_device_failure();
-    let _ = fault_sender.send(WorkerError::Device(error)).await;
+    let _ = fault_sender.send(error).await;
 }

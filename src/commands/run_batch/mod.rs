@@ -40,7 +40,7 @@ use crate::client::batch_file::{
 use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Pool, Secret, Sentinels, Settings};
+use crate::config::{Pool, Secret, Sentinels, Settings, python_class_name};
 use crate::launcher::{Host, LaunchSpec, PreparedLauncher};
 use crate::model::LoadError;
 use crate::protocol::batch_line::{self, BatchRequest};
@@ -401,7 +401,8 @@ impl Router {
             names: pool
                 .served_names
                 .iter()
-                .chain([&pool.model])
+                .map(String::as_str)
+                .chain([python_class_name(&pool.model).unwrap_or(&pool.model)])
                 .map(|name| base_name(name).to_owned())
                 .collect(),
         };

@@ -18,9 +18,9 @@ pub(super) use super::problem::Problem;
 pub(super) use addresses::{endpoint, listen, optional_secret, urls};
 pub(super) use names::{devices, exchange, optional_queue, queue, served_names, task_queue};
 pub(super) use queues::task_queues;
-pub(super) use reader::{Reader, Report, origin};
+pub(super) use reader::{Expected, Reader, Report, origin};
 pub(super) use sources::{service, sources};
 pub(super) use values::{
-    choice, duration, name, optional_file, optional_name, share, size, switch, typed, unless, whole,
-    whole_seconds,
+    choice, duration, name, optional_file, optional_name, paths, share, size, switch, text, typed, unless,
+    whole, whole_seconds,
 };

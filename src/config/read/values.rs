@@ -161,6 +161,15 @@ pub(crate) fn list(value: &Value) -> Result<Vec<String>, Expected> {
     }
 }
 
+/// A list of paths.
+pub(crate) fn paths(value: &Value) -> Result<Vec<String>, Expected> {
+    let paths = list(value)?;
+    match paths.iter().any(|path| path.is_empty() || path.contains([':', '\0'])) {
+        true => Err("a list of folders, none of them empty or with a \":\" in its name".to_owned()),
+        false => Ok(paths),
+    }
+}
+
 fn a_list() -> Expected {
     "a list of text, such as [\"a\", \"b\"]".to_owned()
 }

@@ -5,6 +5,7 @@ mod encoding;
 mod generated;
 mod oneshot;
 mod probe;
+mod streams;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,8 +4,8 @@
 mod traced;
 
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -315,6 +315,8 @@ pub(super) struct Counters {
     waiting_dead_letters: Mutex<WaitingDeadLetters>,
     /// Whether there has been a session with the broker.
     broker_reached: AtomicBool,
+    /// Bytes of memory of the process that holds the model, if that is not this one. Written by who watches that process.
+    model_memory: OnceLock<Arc<AtomicU64>>,
 }
 
 #[derive(Default)]
@@ -353,7 +355,8 @@ impl Counters {
     /// Takes the counts since the last call, if `wanted` returns true for them. The current values in `now` are kept.
     pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
         let mut interval = self.interval.lock();
-        interval.stats.now.resident = resident();
+        let of_model = self.model_memory.get().map_or(0, |memory| memory.load(Ordering::Relaxed));
+        interval.stats.now.resident = resident() + of_model;
         interval.stats.span_ms = interval.since.elapsed().as_millis() as u64;
         if !wanted(&interval.stats) {
             return None;
@@ -361,6 +364,11 @@ impl Counters {
         interval.since = Instant::now();
         let next = Stats { now: interval.stats.now.clone(), ..Stats::default() };
         Some(std::mem::replace(&mut interval.stats, next))
+    }
+
+    /// From now on counts this memory too: that of the process that holds the model.
+    pub(super) fn count_memory_of(&self, model: Arc<AtomicU64>) {
+        let _ = self.model_memory.set(model);
     }
 
     /// Whether there has been a session with the broker.

@@ -1,0 +1,72 @@
+"""Text by transformers' `generate`, token by token, with the bodies of OpenAI's completions.
+
+    sconce launch --set 'pool[0].model=python:./writer.py:Writer' --set 'pool[0].options.model="HuggingFaceTB/SmolLM2-135M"'
+
+Each task runs `generate` on a thread of its own, up to `concurrency` at once; a cancelled task stops at its next token. sconce's
+own generation batches the tokens of all tasks, and is much faster, for the models that it serves (docs/models.md). Needs
+`pip install torch transformers`, and gguf and accelerate for an option `gguf_file`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, Optional
+
+import torch
+from transformers import AsyncTextIteratorStreamer, AutoModelForCausalLM, AutoTokenizer
+
+from sconce_model import Model, Task, TaskError
+
+
+class Writer(Model):
+    urls = ("/v1/completions",)
+
+    class Options:
+        model: str
+        gguf_file: Optional[str] = None  # noqa: UP045 - Python 3.9 reads it
+        max_tokens: int = 1024
+        concurrency: int = 4
+
+    def load(self, device: str, dtype: str, options: Options) -> None:
+        files = {"gguf_file": options.gguf_file} if options.gguf_file else {}
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model, **files)
+        network = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, dtype), **files)
+        self.network, self.device, self.most = network.to(device).eval(), device, options.max_tokens
+
+    async def stream(self, task: Task) -> AsyncIterator[Any]:
+        prompt, most = task.field("prompt"), task.field("max_tokens", 16)
+        if not isinstance(prompt, str) or not prompt:
+            raise TaskError(400, "prompt must be a text", "prompt")
+        if type(most) is not int or not 1 <= most <= self.most:
+            raise TaskError(400, f"max_tokens must be from 1 to {self.most}", "max_tokens")
+        ids = self.tokenizer(prompt, return_tensors="pt").to(self.device)
+        streamer = AsyncTextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        ended = threading.Event()
+
+        def is_ended(ids: Any, scores: Any, **_: Any) -> Any:
+            return torch.full((ids.shape[0],), ended.is_set(), dtype=torch.bool, device=ids.device)
+
+        def generate() -> str:
+            rules = {"max_new_tokens": most, "do_sample": False, "stopping_criteria": [is_ended]}
+            with torch.inference_mode():
+                written = self.network.generate(**ids, **rules, streamer=streamer)
+            return "length" if written.shape[1] - ids["input_ids"].shape[1] == most else "stop"
+
+        running = asyncio.ensure_future(asyncio.to_thread(generate))
+        # An error of `generate` ends the stream too, which would wait for the next token for ever.
+        running.add_done_callback(lambda _: streamer.end())
+        try:
+            async for text in streamer:
+                if text:
+                    yield {"object": "text_completion", "choices": [{"index": 0, "text": text}]}
+            last = {"index": 0, "text": "", "finish_reason": await running}
+            yield {"object": "text_completion", "choices": [last]}
+        finally:
+            ended.set()  # also when the task is cancelled: the thread ends at its next token
+
+    def finish(self, task: Task, outputs: list[Any]) -> Any:
+        choices = [part["choices"][0] for part in outputs]
+        whole = {**choices[-1], "text": "".join(choice["text"] for choice in choices)}
+        return {"object": "text_completion", "choices": [whole]}

@@ -1,0 +1,58 @@
+"""Errors: the one that refuses a task, the one of a class that somebody must mend, and what is told of any other."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+FRAMES, LONGEST = 8, 4000
+_HERE = str(Path(__file__).parent)
+
+
+class TaskError(Exception):
+    """Refuses a task, or one of its inputs: the requester gets the message, and the task is not tried again."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        """`status` is from 400 to 499; the reply has 404, 408 or 413, and 400 for all others. `param` names the field at fault."""
+        super().__init__(message)
+        if not 400 <= status <= 499:
+            raise ValueError(f"the status of a TaskError is from 400 to 499, not {status}; for a fault, raise another exception")
+        self.status, self.message, self.param = status, str(message), param
+
+
+class ClassProblem(Exception):
+    """The class, its module or its settings are wrong: somebody must mend them, and until then no start helps."""
+
+
+def last_line(error: BaseException) -> str:
+    """What Python prints last: the type and the message."""
+    return _cut(" ".join(traceback.format_exception_only(type(error), error)[-1].split()), 1000)
+
+
+def short_traceback(error: BaseException) -> str:
+    """The innermost frames, without those of this package."""
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((_HERE, "<frozen"))]
+    lines = [*traceback.format_list(frames[-FRAMES:]), *traceback.format_exception_only(type(error), error)]
+    return _cut("".join(lines).rstrip(), LONGEST)
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """An exception, as the worker is told of it. The traceback of one that is nobody's intention goes to the log."""
+    if isinstance(error, TaskError):
+        return {"kind": "task", "status": error.status, "message": _cut(error.message, LONGEST), "param": error.param}
+    print(short_traceback(error), file=sys.stderr, flush=True)
+    kind = "out_of_memory" if is_out_of_memory(error) else "error"
+    return {"kind": kind, "message": last_line(error)}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had too little memory, by PyTorch's error, or this process."""
+    # Never imported here: a class that has not imported it cannot raise its error.
+    kind = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)
+    return isinstance(error, (kind, MemoryError) if isinstance(kind, type) else MemoryError)

@@ -1,0 +1,288 @@
+//! Has a process load its class, and reads what the class is. Decides what it means if that fails: the operator must act,
+//! or the process is tried again. Also describes a class for people, in a process that sees no GPU and loads nothing. Owns
+//! no state.
+
+use std::fmt;
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::batches::Batches;
+use super::frames::{Frame, read_frame, write_frame};
+use super::messages::{
+    self, Answer, DescribedOption, Description, Failure, FailureKind, Probe, Request, VERSION, Work,
+};
+use super::process::{Lost, Process, Start};
+use super::processor::PythonProcessor;
+use super::streams::PythonStreams;
+use crate::config::{Assignment, Dtype, Pool, PythonClass, PythonPlace};
+use crate::engine::{Foreign, ForeignProcess, ForeignWork, Waker};
+use crate::model::{LoadError, LoadSpec, Message, Properties, Route, model_name};
+
+/// How long describing a class may take: the time to import its module.
+const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The most URLs that a class may answer, and the most tasks that it may run at once.
+const MAX_URLS: usize = 64;
+const MAX_CONCURRENCY: usize = 1_024;
+
+/// What a class in Python is, for people.
+pub struct Described(Description);
+
+impl Described {
+    /// Its options with the values in force, one line each.
+    pub fn options(&self) -> impl Iterator<Item = String> {
+        let line = |DescribedOption { name, kind, value }: &_| format!("option {name} ({kind}) = {value}");
+        self.0.options.iter().map(line)
+    }
+}
+
+impl fmt::Display for Described {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Description { package, python, urls, work, .. } = &self.0;
+        let urls: Vec<String> =
+            urls.iter().map(|url| format!("{} ({})", url.url, url.media_types.join(", "))).collect();
+        let work = match work {
+            Work::Batches => "batches",
+            Work::Streams => "streams",
+        };
+        write!(
+            f,
+            "a class in Python {python} with sconce_model {package}, in {work}, for {}",
+            urls.join(", ")
+        )
+    }
+}
+
+/// Where a class is loaded.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    device: &'a str,
+    slot: &'a str,
+    /// Its name on all hosts.
+    worker: &'a str,
+    threads: usize,
+}
+
+/// The first frame.
+fn start_frame<'a>(
+    mode: &'a str,
+    pool: &'a Pool,
+    spec: &'a LoadSpec,
+    place: Place<'a>,
+) -> Result<messages::Start<'a>, LoadError> {
+    let Some(PythonClass { place: source, class }) = pool.python_class() else {
+        let reason = "it names no class in Python".to_owned();
+        return Err(LoadError::Unsupported { model: pool.model.clone(), reason });
+    };
+    let (module, file) = match source {
+        PythonPlace::Module(module) => (Some(module), None),
+        PythonPlace::File(file) => (None, Some(file)),
+    };
+    let Place { device, slot, worker, threads } = place;
+    let slot_index = slot.rsplit('/').next().and_then(|index| index.parse().ok()).unwrap_or_default();
+    Ok(messages::Start {
+        version: VERSION,
+        mode,
+        module,
+        file,
+        class,
+        device: if device == "cpu" { "cpu" } else { "cuda" },
+        device_name: device,
+        dtype: pool.dtype.name(),
+        threads,
+        slot,
+        slot_index,
+        // The same after each start, and for each version of Rust that has built this program.
+        seed: BuildHasherDefault::<DefaultHasher>::default().hash_one(worker),
+        model: &pool.model,
+        model_name: model_name(&pool.model),
+        served_names: &spec.served_names,
+        max_inputs: spec.max_inputs,
+        options: &spec.options,
+    })
+}
+
+/// A conversation with a process that loads its class.
+struct Loading<'a> {
+    process: &'a Process,
+    channel: UnixStream,
+    model: &'a str,
+}
+
+impl<'a> Loading<'a> {
+    fn begin(process: &'a Process, model: &'a str) -> Result<Self, LoadError> {
+        let channel = process.take_model_channel().ok_or_else(|| LoadError::Process {
+            model: model.to_owned(),
+            reason: "its process was used before".to_owned(),
+        })?;
+        Ok(Self { process, channel, model })
+    }
+
+    fn refused(&self, reason: String) -> LoadError {
+        LoadError::Unsupported { model: self.model.to_owned(), reason }
+    }
+
+    fn lost(&self, error: &io::Error) -> LoadError {
+        let Lost { reason, is_setup } = self.process.why_lost("loading the model", error);
+        match is_setup {
+            true => self.refused(reason),
+            false => LoadError::Process { model: self.model.to_owned(), reason },
+        }
+    }
+
+    /// The next answer. `time`: how long it may take.
+    fn next(&self, time: Option<Duration>) -> Result<(Answer, Frame), LoadError> {
+        let answer = read_frame(&self.channel, time).and_then(|frame| Ok((frame.header()?, frame)));
+        let (answer, frame) =
+            answer.map_err(|error| match time.filter(|_| error.kind() == io::ErrorKind::TimedOut) {
+                Some(time) => {
+                    let seconds = time.as_secs();
+                    self.refused(format!(
+                        "importing its module took longer than {seconds} s; a worker waits for longer"
+                    ))
+                }
+                None => self.lost(&error),
+            })?;
+        let Answer::Failed(Failure { kind, message, .. }) = answer else { return Ok((answer, frame)) };
+        Err(match kind {
+            FailureKind::Operator => self.refused(message),
+            _ => LoadError::Process { model: self.model.to_owned(), reason: message },
+        })
+    }
+
+    /// Sends the first frame, and reads what the class is.
+    fn describe(
+        &self,
+        start: &messages::Start<'_>,
+        time: Option<Duration>,
+    ) -> Result<Description, LoadError> {
+        write_frame(&self.channel, &Request::Start(start), &[]).map_err(|error| self.lost(&error))?;
+        let description = match self.next(time)? {
+            (Answer::Described(description), _) => *description,
+            _ => return Err(self.refused("its process has not described the class first".to_owned())),
+        };
+        let Description { version, package, urls, concurrency, .. } = &description;
+        if *version != VERSION {
+            return Err(self.refused(format!(
+                "its interpreter has sconce_model {package}, which speaks version {version} of the protocol; this program \
+                 speaks {VERSION}: install the same version of both"
+            )));
+        }
+        let is_url = |url: &messages::Url| {
+            !url.media_types.is_empty() && (url.url.starts_with('/') || url.url == Route::ANY)
+        };
+        if urls.is_empty() || urls.len() > MAX_URLS || !urls.iter().all(is_url) {
+            return Err(self.refused(format!(
+                "its `urls` must be 1 to {MAX_URLS} paths with media types, got {urls:?}"
+            )));
+        }
+        if !(1..=MAX_CONCURRENCY).contains(concurrency) {
+            return Err(
+                self.refused(format!("its `concurrency` must be 1 to {MAX_CONCURRENCY}, got {concurrency}"))
+            );
+        }
+        Ok(description)
+    }
+}
+
+/// The routes of a class. They are needed as long as the worker lives, which has one class.
+fn routes(description: &Description) -> &'static [Route] {
+    fn kept(text: &str) -> &'static str {
+        Box::leak(text.to_owned().into_boxed_str())
+    }
+    let route = |url: &messages::Url| Route {
+        url: kept(&url.url),
+        media_types: Box::leak(
+            url.media_types.iter().map(|it| kept(it)).collect::<Vec<_>>().into_boxed_slice(),
+        ),
+    };
+    Box::leak(description.urls.iter().map(route).collect::<Vec<_>>().into_boxed_slice())
+}
+
+/// The number format that a class says that it computes in; otherwise the one of the settings.
+fn dtype(said: Option<&str>, spec: &LoadSpec) -> Dtype {
+    let known = |name: &str| Dtype::ALL.into_iter().find(|(_, known)| *known == name).map(|(dtype, _)| dtype);
+    said.and_then(known).unwrap_or(spec.dtype)
+}
+
+/// Has a process load the class of an assignment. Blocks until it has. `wake` wakes the loop, `lost` resolves when the
+/// process is lost.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
+pub fn load(
+    process: &Arc<Process>,
+    assignment: &Assignment,
+    spec: &LoadSpec,
+    lost: oneshot::Receiver<String>,
+    wake: Waker,
+) -> Result<Foreign<PythonProcessor, Batches, PythonStreams>, LoadError> {
+    let Assignment { device, slot, worker, threads, pool, .. } = assignment;
+    let loading = Loading::begin(process, &pool.model)?;
+    let place = Place { device, slot, worker, threads: *threads };
+    let description = loading.describe(&start_frame("serve", pool, spec, place)?, None)?;
+    let (said, probe, mut frame) = match loading.next(None)? {
+        (Answer::Ready { dtype, probe }, frame) => (dtype, probe, frame),
+        _ => return Err(loading.refused("its process has sent something else than `ready`".to_owned())),
+    };
+    let body = frame.body();
+    let probe = probe.map(|Probe { url, content_type }| {
+        let mut properties = Properties { content_type: Some(content_type), ..Properties::default() };
+        properties.headers.insert("url".to_owned(), url.into());
+        Message { properties, body }
+    });
+    let channel = loading.channel;
+    let failed =
+        |error: io::Error| LoadError::Process { model: pool.model.clone(), reason: error.to_string() };
+    let work = match description.work {
+        Work::Batches => ForeignWork::Batches(Batches {
+            process: process.clone(),
+            channel,
+            has_values: description.values,
+        }),
+        Work::Streams => ForeignWork::Streams(
+            PythonStreams::start(process.clone(), channel, description.concurrency, wake).map_err(failed)?,
+        ),
+    };
+    let processor = PythonProcessor {
+        process: process.clone(),
+        routes: routes(&description),
+        description,
+        probe,
+        max_inputs: spec.max_inputs,
+        last_task: AtomicU64::new(0),
+    };
+    let process = ForeignProcess { lost, memory: process.memory().clone() };
+    Ok(Foreign { processor, work, dtype: dtype(said.as_deref(), spec), process })
+}
+
+/// Imports the class of a pool in a process that sees no GPU, and says what it is.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
+pub fn describe(pool: &Pool, spec: &LoadSpec) -> Result<Described, LoadError> {
+    let start = Start { python: &pool.python, device: "cpu", threads: 1, timeout: DESCRIBE_TIMEOUT };
+    let failed =
+        |error: io::Error| LoadError::Process { model: pool.model.clone(), reason: error.to_string() };
+    let (process, _lost) = Process::start(&start).map_err(failed)?;
+    described_within(&process, pool, spec, DESCRIBE_TIMEOUT)
+}
+
+/// As [`describe`], in a process that is started, and within this time. Ends the process.
+pub(super) fn described_within(
+    process: &Process,
+    pool: &Pool,
+    spec: &LoadSpec,
+    time: Duration,
+) -> Result<Described, LoadError> {
+    let place = Place { device: "cpu", slot: "check-config/0", worker: "check-config", threads: 1 };
+    let described = Loading::begin(process, &pool.model)
+        .and_then(|loading| loading.describe(&start_frame("describe", pool, spec, place)?, Some(time)));
+    process.kill_group();
+    described.map(Described)
+}

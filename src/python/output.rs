@@ -1,0 +1,163 @@
+//! What a Python process prints: logged line by line at a bounded rate, never mixed with frames. Decides which lines are
+//! cut or left out, and says so. Owns the last line.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+/// The longest part of a line that is logged, in bytes.
+const MAX_LINE: usize = 4 << 10;
+/// How many lines are logged at once, and how many a second on average.
+const BURST: f64 = 200.0;
+const PER_SECOND: f64 = 50.0;
+/// How long the rest of the output of an ended process is waited for. A process that left the group may hold the pipe.
+const REST_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The output of a process.
+pub(super) struct Output {
+    last_line: Arc<Mutex<String>>,
+    /// Disconnected at the end of the output.
+    end: Receiver<()>,
+}
+
+impl Output {
+    /// Logs what comes out of `pipe`, on a thread of its own, until its end.
+    ///
+    /// # Errors
+    /// The system cannot start a thread.
+    pub(super) fn log(mut pipe: impl Read + Send + 'static) -> io::Result<Self> {
+        let last_line = Arc::<Mutex<String>>::default();
+        let (sender, end) = mpsc::channel::<()>();
+        let mut lines = Lines::new(last_line.clone());
+        thread::Builder::new().name("python-output".into()).spawn(move || {
+            let _sender = sender;
+            let mut buffer = vec![0; 64 << 10];
+            loop {
+                match pipe.read(&mut buffer) {
+                    Ok(0) => break,
+                    Ok(count) => lines.add(buffer.get(..count).unwrap_or_default(), Instant::now()),
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(_) => break,
+                }
+            }
+            lines.end();
+        })?;
+        Ok(Self { last_line, end })
+    }
+
+    /// The last line that is not blank. Waits for the end of the output, but not for long.
+    pub(super) fn last_line(&self) -> String {
+        let _ = self.end.recv_timeout(REST_TIMEOUT);
+        self.last_line.lock().clone()
+    }
+}
+
+/// Divides output into lines, and decides which are logged.
+struct Lines {
+    /// The beginning of a line.
+    begun: Vec<u8>,
+    last_line: Arc<Mutex<String>>,
+    /// How many lines may be logged now.
+    allowed: f64,
+    at: Instant,
+    left_out: u64,
+}
+
+impl Lines {
+    fn new(last_line: Arc<Mutex<String>>) -> Self {
+        Self { begun: Vec::new(), last_line, allowed: BURST, at: Instant::now(), left_out: 0 }
+    }
+
+    fn add(&mut self, mut bytes: &[u8], now: Instant) {
+        while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
+            let (line, rest) = bytes.split_at(end);
+            self.begin(line);
+            self.finish_line(now);
+            bytes = rest.get(1..).unwrap_or_default();
+        }
+        self.begin(bytes);
+    }
+
+    /// Adds to the line that has begun, whose rest beyond [`MAX_LINE`] is dropped.
+    fn begin(&mut self, bytes: &[u8]) {
+        let room = (MAX_LINE + 1).saturating_sub(self.begun.len());
+        self.begun.extend_from_slice(bytes.get(..room.min(bytes.len())).unwrap_or_default());
+    }
+
+    fn finish_line(&mut self, now: Instant) {
+        let mut line = String::from_utf8_lossy(&self.begun).trim_end().to_owned();
+        if self.begun.len() > MAX_LINE {
+            line = format!("{}… (cut)", crate::protocol::shorten(&line, MAX_LINE));
+        }
+        self.begun.clear();
+        if line.is_empty() {
+            return;
+        }
+        if self.may_log(now) {
+            tracing::info!(target: "sconce::python", "{line}");
+        }
+        *self.last_line.lock() = line;
+    }
+
+    fn may_log(&mut self, now: Instant) -> bool {
+        let since = now.saturating_duration_since(self.at).as_secs_f64();
+        (self.allowed, self.at) = ((self.allowed + since * PER_SECOND).min(BURST), now);
+        if self.allowed < 1.0 {
+            self.left_out += 1;
+            return false;
+        }
+        self.allowed -= 1.0;
+        self.say_left_out();
+        true
+    }
+
+    fn say_left_out(&mut self) {
+        let lines = std::mem::take(&mut self.left_out);
+        if lines > 0 {
+            tracing::warn!(lines, "lines of the Python process are left out: it prints too many");
+        }
+    }
+
+    fn end(&mut self) {
+        self.finish_line(Instant::now());
+        self.say_left_out();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_line_is_kept_also_if_it_is_not_logged() {
+        let text = format!("{}\nValueError: no\n\n", "x\n".repeat(10_000));
+        let output = Output::log(io::Cursor::new(text)).unwrap();
+        assert_eq!(output.last_line(), "ValueError: no");
+    }
+
+    #[test]
+    fn a_long_line_takes_little_memory_and_is_cut() {
+        let last_line = Arc::default();
+        let mut lines = Lines::new(Arc::clone(&last_line));
+        for _ in 0..1_000 {
+            lines.add(&[b'x'; 1_000], Instant::now());
+        }
+        assert!(lines.begun.capacity() < 4 * MAX_LINE);
+        lines.add(b"\n", Instant::now());
+        assert!(last_line.lock().ends_with("… (cut)"), "{}", last_line.lock());
+    }
+
+    #[test]
+    fn lines_beyond_the_rate_are_counted_and_some_are_logged_again_later() {
+        let mut lines = Lines::new(Arc::default());
+        let begin = Instant::now();
+        let logged = |lines: &mut Lines, at| (0..1_000).filter(|_| lines.may_log(at)).count();
+        assert_eq!(logged(&mut lines, begin), BURST as usize);
+        assert_eq!(lines.left_out, 800);
+        assert_eq!(logged(&mut lines, begin + Duration::from_secs(1)), PER_SECOND as usize);
+    }
+}

@@ -1,0 +1,336 @@
+//! A Python process: starts it in a process group of its own, waits for its end, and gives it up if it ends, breaks the
+//! protocol or takes too long. Then its whole group is killed, and whoever waits for it learns the reason. Owns the group,
+//! the side channel, and the ids of tasks that the process must still forget.
+//!
+//! The interpreter is started by way of this program's command `python-process` ([`become_interpreter`]), which asks the
+//! kernel to kill it when the worker dies. The kernel does that when the *thread* that has started it ends, so it is
+//! started by the thread that lives as long as the worker.
+
+use std::io;
+use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::{Signal, killpg};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::unistd::{Pid, dup2_raw, getppid};
+use parking_lot::{Condvar, Mutex};
+use serde::Serialize;
+use tokio::sync::oneshot;
+
+use super::environment;
+use super::frames::{Frame, read_frame, write_frame};
+use super::memory;
+use super::messages::{Answer, Request};
+use super::output::Output;
+use crate::config::Python;
+
+/// The command with which this program becomes the interpreter.
+const COMMAND: &str = "python-process";
+/// The file descriptors of the two channels in the process.
+const MODEL_CHANNEL: i32 = 3;
+const SIDE_CHANNEL: i32 = 4;
+/// How often the memory of the group is measured.
+const MEMORY_INTERVAL: Duration = Duration::from_secs(2);
+/// How long ids of tasks are gathered before the process is told to forget them, unless another frame takes them along.
+const DROP_DELAY: Duration = Duration::from_millis(100);
+/// How long the end of a process that has closed its channel is waited for.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The program that becomes the interpreter. Only tests set it, since a test program has no such command.
+static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Sets the program that becomes the interpreter, for tests.
+#[cfg(test)]
+pub(super) fn set_program(program: PathBuf) {
+    let _ = PROGRAM.set(program);
+}
+
+/// With what a process is started.
+pub struct Start<'a> {
+    /// The pool's section `python`.
+    pub python: &'a Python,
+    /// `cpu`, or the UUID of the GPU that it sees. Empty for a process that needs no device.
+    pub device: &'a str,
+    /// Threads of libraries.
+    pub threads: usize,
+    /// How long one call of the class may take.
+    pub timeout: Duration,
+}
+
+/// A Python process.
+pub struct Process {
+    leader: Pid,
+    timeout: Duration,
+    /// Taken once, by what computes.
+    model_channel: Mutex<Option<UnixStream>>,
+    /// Locked for a request and its answer, by the threads that prepare tasks and write replies.
+    side_channel: Mutex<UnixStream>,
+    /// Another handle of each channel, to close them when the process is lost.
+    channels: [UnixStream; 2],
+    /// Tasks that the process must forget. Bound: the tasks that leave between two frames.
+    dropped: Mutex<Vec<u64>>,
+    has_dropped: Condvar,
+    /// Why the process is lost. Written once.
+    lost: Mutex<Option<Lost>>,
+    is_lost: Condvar,
+    /// Gets the reason when the process is lost.
+    on_lost: Mutex<Option<oneshot::Sender<String>>>,
+    memory: Arc<AtomicU64>,
+}
+
+/// Why a process is lost.
+#[derive(Clone, Debug)]
+pub(super) struct Lost {
+    pub(super) reason: String,
+    /// Whether the operator must act: there is no such interpreter, or it has no package `sconce_model`.
+    pub(super) is_setup: bool,
+}
+
+impl Process {
+    /// Starts the interpreter. The calling thread must live as long as the model is needed. The receiver gets the reason
+    /// when the process is lost.
+    ///
+    /// # Errors
+    /// The system cannot start a process or a thread. A missing interpreter is found later.
+    pub fn start(start: &Start<'_>) -> io::Result<(Arc<Self>, oneshot::Receiver<String>)> {
+        let (model_channel, model_remote) = UnixStream::pair()?;
+        let (side_channel, side_remote) = UnixStream::pair()?;
+        side_channel.set_write_timeout(Some(start.timeout))?;
+        let (pipe, log) = io::pipe()?;
+        let Start { python, device, threads, timeout } = start;
+        // Not the program's path, since the file may have been replaced by a new version.
+        let program = PROGRAM.get().cloned().unwrap_or_else(|| "/proc/self/exe".into());
+        let child = Command::new(program)
+            .args([COMMAND, "--parent", &std::process::id().to_string(), &python.executable])
+            .env_clear()
+            .envs(environment::variables(python, device, *threads, std::env::vars_os()))
+            .stdin(OwnedFd::from(model_remote))
+            .stdout(OwnedFd::from(side_remote))
+            .stderr(log)
+            .process_group(0)
+            .spawn()?;
+        let leader = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
+        let (on_lost, lost) = oneshot::channel();
+        let process = Arc::new(Self {
+            leader,
+            timeout: *timeout,
+            channels: [model_channel.try_clone()?, side_channel.try_clone()?],
+            model_channel: Mutex::new(Some(model_channel)),
+            side_channel: Mutex::new(side_channel),
+            dropped: Mutex::default(),
+            has_dropped: Condvar::new(),
+            lost: Mutex::default(),
+            is_lost: Condvar::new(),
+            on_lost: Mutex::new(Some(on_lost)),
+            memory: Arc::default(),
+        });
+        let output = Output::log(pipe)?;
+        let watched = process.clone();
+        thread::Builder::new()
+            .name("python-exit".into())
+            .spawn(move || watched.wait_for_end(child, &output))?;
+        let cared = process.clone();
+        thread::Builder::new().name("python-care".into()).spawn(move || cared.take_care())?;
+        Ok((process, lost))
+    }
+
+    /// The process id, which is also that of its group.
+    pub fn id(&self) -> u32 {
+        self.leader.as_raw().unsigned_abs()
+    }
+
+    /// How long one call of the class may take.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Bytes of memory of its group, as last measured.
+    pub(super) fn memory(&self) -> &Arc<AtomicU64> {
+        &self.memory
+    }
+
+    /// The model channel, for the one that reads it from now on.
+    pub(super) fn take_model_channel(&self) -> Option<UnixStream> {
+        self.model_channel.lock().take()
+    }
+
+    /// Waits for the end of the process itself, not of its output, which its children may hold open.
+    fn wait_for_end(&self, mut child: Child, output: &Output) {
+        // The leader's id stays its own until it is reaped.
+        let _ = waitid(Id::Pid(self.leader), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
+        let _ = killpg(self.leader, Signal::SIGKILL);
+        let last_line = output.last_line();
+        let ended = child.wait();
+        let told = if last_line.is_empty() { String::new() } else { format!("; its last line: {last_line}") };
+        let (how, code) = match ended {
+            Ok(status) => (status.to_string(), status.code()),
+            Err(error) => (format!("it cannot be waited for: {error}"), None),
+        };
+        let is_setup = code == Some(NO_INTERPRETER) || last_line.ends_with("No module named sconce_model");
+        self.lose(Lost { reason: format!("the Python process has ended ({how}){told}"), is_setup });
+    }
+
+    /// Gives the process up, and kills its group. Only the first reason counts.
+    pub(super) fn give_up(&self, reason: impl Into<String>) {
+        if self.lose(Lost { reason: reason.into(), is_setup: false }) {
+            let _ = killpg(self.leader, Signal::SIGKILL);
+        }
+    }
+
+    /// Returns whether this is the first reason.
+    fn lose(&self, why: Lost) -> bool {
+        let mut lost = self.lost.lock();
+        if lost.is_some() {
+            return false;
+        }
+        if let Some(on_lost) = self.on_lost.lock().take() {
+            let _ = on_lost.send(why.reason.clone());
+        }
+        *lost = Some(why);
+        self.is_lost.notify_all();
+        for channel in &self.channels {
+            let _ = channel.shutdown(std::net::Shutdown::Both);
+        }
+        true
+    }
+
+    /// Kills all processes of the group, unless that was done before: then its id may be another's.
+    pub fn kill_group(&self) {
+        if self.lost.lock().is_none() {
+            let _ = killpg(self.leader, Signal::SIGKILL);
+        }
+    }
+
+    /// Why the process is lost, after `error` on one of its channels. A closed channel means that it ends.
+    pub(super) fn why_lost(&self, doing: &str, error: &io::Error) -> Lost {
+        match error.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                let seconds = self.timeout.as_secs_f64();
+                self.give_up(format!(
+                    "the Python process took longer than batch.timeout ({seconds} s) for {doing}"
+                ));
+            }
+            io::ErrorKind::InvalidData => {
+                self.give_up(format!(
+                    "the Python process has sent something else than expected for {doing}: {error}"
+                ));
+            }
+            _ => {
+                let mut lost = self.lost.lock();
+                let deadline = Instant::now() + END_TIMEOUT;
+                while lost.is_none() && !self.is_lost.wait_until(&mut lost, deadline).timed_out() {}
+                drop(lost);
+                self.give_up(format!("the Python process has closed its channel ({doing}: {error})"));
+            }
+        }
+        self.lost.lock().clone().unwrap_or(Lost { reason: error.to_string(), is_setup: false })
+    }
+
+    /// Sends a request over the side channel, and returns the answer. `request` is made with the ids of the tasks that the
+    /// process must forget. If the process is lost, this never returns: the worker is about to end, and nothing must be
+    /// said about the task.
+    pub(super) fn ask<'a, R: Serialize>(
+        &self,
+        doing: &str,
+        request: impl FnOnce(&'a [u64]) -> R,
+        buffers: &[&[u8]],
+        dropped: &'a mut Vec<u64>,
+    ) -> (Answer, Frame) {
+        let channel = self.side_channel.lock();
+        *dropped = std::mem::take(&mut *self.dropped.lock());
+        let answer = write_frame(&channel, &request(dropped), buffers)
+            .and_then(|()| read_frame(&channel, Some(self.timeout)))
+            .and_then(|frame| Ok((frame.header()?, frame)));
+        answer.unwrap_or_else(|error| {
+            let Lost { reason, .. } = self.why_lost(doing, &error);
+            tracing::debug!(reason, "a task is left as it is");
+            loop {
+                thread::park();
+            }
+        })
+    }
+
+    /// Has the process forget a task, soon.
+    pub(super) fn forget(&self, task: u64) {
+        self.dropped.lock().push(task);
+        self.has_dropped.notify_one();
+    }
+
+    /// Sends the ids of forgotten tasks that no other frame takes along, and measures the memory.
+    fn take_care(&self) {
+        let mut measured = Instant::now();
+        while self.lost.lock().is_none() {
+            if measured.elapsed() >= MEMORY_INTERVAL || self.memory.load(Ordering::Relaxed) == 0 {
+                self.memory.store(memory::of_group(self.leader.as_raw()), Ordering::Relaxed);
+                measured = Instant::now();
+            }
+            let mut dropped = self.dropped.lock();
+            if dropped.is_empty() {
+                self.has_dropped.wait_for(&mut dropped, MEMORY_INTERVAL);
+            }
+            drop(dropped);
+            thread::sleep(DROP_DELAY);
+            let Some(channel) = self.side_channel.try_lock() else { continue };
+            let dropped = std::mem::take(&mut *self.dropped.lock());
+            // An error is found by the next request, or by the wait for the end.
+            if !dropped.is_empty() {
+                let _ = write_frame(&channel, &Request::Drop { drop: &dropped }, &[]);
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill_group();
+    }
+}
+
+/// The exit status of [`become_interpreter`] if there is no interpreter.
+const NO_INTERPRETER: i32 = 82;
+
+/// Becomes the interpreter of a class in Python: moves the channels, which are stdin and stdout, to their file descriptors,
+/// and replaces this program by `executable`. Returns only if that fails.
+///
+/// # Errors
+/// The parent is gone, or there is no such interpreter.
+pub fn become_interpreter(parent: u32, executable: &str) -> io::Error {
+    let prepared = || -> io::Result<Stdio> {
+        set_pdeathsig(Signal::SIGKILL)?;
+        // The parent may have died before `prctl` was called.
+        if getppid().as_raw() != i32::try_from(parent).unwrap_or_default() {
+            return Err(io::Error::other(format!("the worker (process {parent}) is gone")));
+        }
+        move_to(io::stdin(), MODEL_CHANNEL)?;
+        move_to(io::stdout(), SIDE_CHANNEL)?;
+        Ok(Stdio::from(io::stderr().as_fd().try_clone_to_owned()?))
+    };
+    let stdout = match prepared() {
+        Ok(stdout) => stdout,
+        Err(error) => return error,
+    };
+    Command::new(executable)
+        .args(["-u", "-m", "sconce_model"])
+        // Set by `app::main` for the threads of this program.
+        .env_remove("RUST_MIN_STACK")
+        .stdin(Stdio::null())
+        .stdout(stdout)
+        .exec()
+}
+
+#[expect(unsafe_code, reason = "dup2(2) is unsafe because it closes what the number stood for")]
+fn move_to(from: impl AsFd, number: i32) -> io::Result<()> {
+    // SAFETY: nothing uses this number: the program has opened no file, and is about to be replaced by another.
+    let moved = unsafe { dup2_raw(from, number) }?;
+    // It must stay open in the interpreter.
+    let _ = moved.into_raw_fd();
+    Ok(())
+}
