@@ -31,7 +31,7 @@ def launched(
 ) -> Iterator[Kept]:
     folder = tmp_path_factory.mktemp("models")
     tables = (
-        f'[[pool]]\ntask_queue = "{name}"\nreply_queue = "{name}.replies"\ndead_letter_queue = "{name}.dead"\n'
+        f'[[pool]]\nname = "{name}"\ntask_queue = "{name}"\nreply_queue = "{name}.replies"\ndead_letter_queue = "{name}.dead"\n'
         f'model = "{model}"\ndevices = ["cpu"]\nthreads = 1\nretry = {{ delay = "100ms" }}\n'
         f'[pool.python]\nexecutable = "{sys.executable}"\npath = ["{HERE}", "{SOURCES}"]\n'
         f"[pool.options]\n{options}\n"
@@ -41,7 +41,13 @@ def launched(
     settings.write_text(f'[broker]\nurl = "{broker.url}"\n' + "".join(tables))
     program = request.config.getoption("--sconce").resolve()
     kept = Kept(folder / "log", "TERM", [str(program), "launch", "--config", str(settings)], {})
-    until("all workers are ready", lambda: kept.log().count("worker ready") == len(POOLS))
+
+    def is_ready() -> bool:
+        assert kept.keeper.poll() is None, kept.log()
+        queues = dict(line.split("\t") for line in broker.ctl("list_queues", "name", "consumers").splitlines()[1:])
+        return all(queues.get(name) == "1" for name in POOLS)
+
+    until("all workers consume", is_ready)
     yield kept
     kept.end()
 

@@ -429,19 +429,22 @@ impl Run<'_> {
         // The error reply of a failed task is short.
         let brief = computed.failed || effort == Effort::Brief && job.inputs() <= MAX_BRIEF_INPUTS;
         let is_slow = !computed.failed && job.is_finish_slow();
-        let write = async {
-            // An isolated task waits for no turn, as in `wait_for_turn`.
-            if !is_slow || self.group().is_some() {
-                return shared.pools.reply.run(brief, move || job.finish()).await;
-            }
-            let turn = shared.turns.take(self.state.owner).await;
+        let reply = async {
+            // The turn comes before the exclusion of groups, as in preparation: otherwise the tasks that hold the one could
+            // wait for those that hold the other, while a group waits between them. An isolated task waits for no turn,
+            // as in `wait_for_turn`.
+            let turn = match is_slow && self.group().is_none() {
+                true => Some(shared.turns.take(self.state.owner).await),
+                false => None,
+            };
+            let (pool, brief) =
+                if turn.is_some() { (&shared.pools.long, false) } else { (&shared.pools.reply, brief) };
             let write = move || {
                 let _turn = turn;
                 job.finish()
             };
-            shared.pools.long.run(false, write).await
+            self.without_groups(pool.run(brief, write)).await
         };
-        let reply = self.without_groups(write);
         // The last parts are sent while the reply is written.
         let reply = match parts {
             Some(parts) => run_alongside(reply, async { _ = parts.send_last().await }).await,

@@ -39,7 +39,7 @@ class Witness(Model):
         random.seed(self.worker.seed)
         cards = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.seen = {"process": os.getpid(), "slot": self.worker.slot, "device": device, "cards": cards, "state": STATE}
-        self.seen["environment"] = "SCONCE_WITNESS" in os.environ
+        self.seen["environment"] = "PARENTS_VARIABLE" in os.environ
         if torch:
             torch.manual_seed(self.worker.seed)
             weights = torch.randn(3, device=device)
@@ -58,7 +58,7 @@ class Witness(Model):
 
 def main(program: str, devices: list[str]) -> None:
     STATE.append("set by the parent")
-    os.environ["SCONCE_WITNESS"] = "set by the parent"
+    os.environ["PARENTS_VARIABLE"] = "set by the parent"
     with tempfile.TemporaryDirectory() as folder:
         tasks, answers = Path(folder, "tasks.jsonl"), Path(folder, "answers.jsonl")
         line = {"method": "POST", "url": "/classify", "body": {"input": "who are you?"}}
