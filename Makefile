@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build wheel address program cuda gpu-check models demo demo-images demo-generate demo-speech demo-python unit test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build wheel address program cuda gpu-check models demo demo-images demo-generate demo-speech demo-python unit test test-without-lint models-of-tests test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -63,20 +63,27 @@ demo-speech: program ## transcribe real recordings, speak sentences and transcri
 demo-python: program models ## the first demo by a class in Python, with sentence-transformers; makes its .venv of some gigabytes
 	examples/demo/python "$(PROGRAM)" $(MODEL)
 
-# One after the other, also under `make -j`: each needs the one before.
+# The models are fetched while clippy computes.
 test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/setup-tests
-	$(MAKE) lint
+	scripts/side-by-side target/models-of-tests.log '$(MAKE) lint' '$(MAKE) models-of-tests'
 	$(MAKE) test-without-lint
 
-UNIT = architecture bench_device check_config deploy devices embedded_broker kernels launcher request_memory scores settings sound token_labels
+UNIT = architecture offline pages request_memory
 unit: ## the tests that need no broker, no network and no weights: about a minute, once compiled
 	$(CARGO) test --locked --workspace --lib $(UNIT:%=--test %)
 
-# Twice the cores: most tests over RabbitMQ wait.
+# Twice the cores: most tests over RabbitMQ wait. The Python client is tested meanwhile.
 TEST_THREADS = $(shell echo $$((2 * $$(nproc))))
 test-without-lint: ## the tests of `make test` alone
 	scripts/setup-tests
+	$(MAKE) models-of-tests
+	$(CARGO) test --locked --workspace --no-run
+	scripts/side-by-side target/check-python.log \
+		'RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked --workspace' \
+		'scripts/check-openai target/debug/sconce && scripts/check-python target/debug/sconce'
+
+models-of-tests:
 	scripts/fetch-model
 	scripts/fetch-efficientnet
 	scripts/fetch-smollm2
@@ -85,10 +92,6 @@ test-without-lint: ## the tests of `make test` alone
 	scripts/fetch-recordings
 	scripts/fetch-hibari
 	scripts/fetch-splade
-	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
-	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked --workspace
-	scripts/check-openai target/debug/sconce
-	scripts/check-python target/debug/sconce
 
 soak: SECONDS = 3600
 # The hostile requesters come alone and last, and in a release build: latencies are judged.
@@ -140,7 +143,7 @@ fuzz: SECONDS = 60
 fuzz: ## fuzz every decoder for a minute each, or SECONDS=600; no nightly compiler needed
 	scripts/fuzz $(SECONDS)
 
-default-settings: ## write config/default.toml and the table of options in docs/models.md from their definitions
+default-settings: ## write config/default.toml and the list of options in docs/models.md from their definitions
 	WRITE_DEFAULT_SETTINGS=1 $(CARGO) test --locked --lib -- the_default_file_is_made the_docs_list_the_options
 
 fmt: ## format the sources

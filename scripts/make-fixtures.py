@@ -492,6 +492,9 @@ def torch_files():
     types |= {"matrix": numbers.reshape(2, 3), "part": numbers[2:5], "scalar": torch.tensor(7.0),
               "empty": torch.empty(0, 4)}
     torch.save(types, folder / "types.bin")
+    embeddings = "bert.embeddings.word_embeddings.weight"
+    torch.save({f"module.{embeddings}": numbers[:2].reshape(2, 1).clone()}, folder / "parallel.bin")
+    torch.save({"transformer.encoder.embed_tokens.weight": numbers[2:5].clone()}, folder / "t5.bin")
     torch.save({"a.weight": numbers.reshape(2, 3).t()}, folder / "transposed.bin")
     torch.save({"a": numbers}, folder / "older.bin", _use_new_zipfile_serialization=False)
     torch.save({"a": numbers, "b": Command()}, folder / "command.bin")

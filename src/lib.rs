@@ -4,7 +4,7 @@
 //!
 //! This is a library with a thin binary: to serve a model of your own, implement [`model::Processor`] and
 //! [`model::Forward`] or [`model::Generate`], register their loader in an [`app::Registry`], and call
-//! [`app::main`]; see `docs/own-models.md`. `docs/architecture.md` follows one task through these files
+//! [`app::main`]; see `docs/own-models.md`. `docs/contributing/architecture.md` follows one task through these files
 //! and defines the project's terms.
 //!
 //! # Rooms, and who may import whom
@@ -14,7 +14,7 @@
 //! | level | room | decides |
 //! |---|---|---|
 //! | – | `crates/kernels` | what networks compute on a CPU, on slices. A separate crate, used by `model/ops`; `config` takes only the names of vector units from it |
-//! | 0 | `named` | how an enum and the names of its values are written |
+//! | 0 | `enum_names` | how an enum and the names of its values are written |
 //! | 0 | `protocol` | how bytes become a task, reply, part of a reply, sentinel, control line or batch line, and back |
 //! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
 //! | 0 | `backoff` | capped, jittered delays |
@@ -52,7 +52,7 @@
 //!   inputs does not hold up the others.
 
 #[macro_use]
-mod named;
+mod enum_names;
 
 pub mod app;
 mod backoff;

@@ -1,9 +1,9 @@
 """`make bench`, encoders of other shapes: a decoder as an encoder, DeBERTa, labels of tokens; beside Celery and what people
-use. Prints a table, and writes it into docs/performance.md.
+use. Prints a table, and writes it into benches/RESULTS.md.
 
 Weights are random, since no trained ones can be had without a hub, and the time does not depend on them. Texts are those
 of `texts`, 35 tokens on average, one a task. Each system is measured ROUNDS (3) times, in turns, on the cores of CORES,
-with RabbitMQ on the same cores. SHAPES: which of them, such as `qwen3,deberta`; by default all.
+with RabbitMQ on the same cores. TEXTS (240) a round. SHAPES: which of them, such as `qwen3,deberta`; by default all.
 """
 
 import json
@@ -14,7 +14,7 @@ from .kinds import Kind, Place, replace, rows_of
 from .rabbit import Rabbit
 from .scene import FOLDER, MODEL, SEED, pin, say
 
-TEXTS = 240
+TEXTS = int(os.environ.get("TEXTS") or 240)
 BEGIN, END = "<!-- `make bench` writes encoders from here -->", "<!-- encoders to here -->"
 URLS = {"qwen3": "/v1/embeddings", "deberta": "/v1/embeddings", "token-labels": "/token-classification"}
 

@@ -1,5 +1,5 @@
 """`make bench`, fourth part: one large job over RabbitMQ beside the same file without a broker, and beside people who
-wait for answers. Prints a table, and writes it into docs/performance.md. Needs no other system.
+wait for answers. Prints a table, and writes it into benches/RESULTS.md. Needs no other system.
 
 ROWS (100,000) short texts by as many workers as CORES; each way ROUNDS (3) times, in turns, RabbitMQ and the client on
 the same cores. A ratio is taken within a round. Waiting is short, and measured in three rounds at least.
@@ -132,7 +132,7 @@ def main():
                 jobs.pool.bench("--in-flight", 64, "--tasks", 100, "--timeout", "10m")
     table = write(found, waited, rows, cores, rounds)
     print(table)
-    replace(Path("docs/performance.md"), (BEGIN, END), table)
+    replace(Path("benches/RESULTS.md"), (BEGIN, END), table)
 
 
 def write(found, waited, rows, cores, rounds):

@@ -1,5 +1,5 @@
 """`make bench`, second part: reranking, images, and CLIP's texts and images beside what people use. Prints a table, and writes it into
-docs/performance.md.
+benches/RESULTS.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores.
 """
@@ -206,7 +206,7 @@ def rows_of(found, unit, cores, rounds):
         ratio = statistics.median(own / rate for own, rate in zip(ours, rates, strict=True))
         lines.append(f"| {name} | {statistics.median(rates):.1f} | {ratio:.2f} |")
     named = ",".join(map(str, cores))
-    return [*lines, "", f"Medians of {rounds} rounds in turns, cores {named}, RabbitMQ on them too."]
+    return [*lines, "", f"The rates are {page.rounds_of(rounds)}, on the cores {named}, which RabbitMQ shares."]
 
 
 def write(found, cores, rounds):

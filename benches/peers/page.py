@@ -1,4 +1,4 @@
-"""`docs/performance.md`: replaces what stands between its markers with the last run, and nothing else."""
+"""`benches/RESULTS.md`: replaces what stands between its markers with the last run, and nothing else."""
 
 import platform
 import re
@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-PAGE = Path("docs/performance.md")
-PLOT = Path("docs/performance.svg")
+PAGE = Path("benches/RESULTS.md")
+PLOT = Path("benches/performance.svg")
 BEGIN, END = "<!-- `make bench` writes from here -->", "<!-- to here -->"
 PEERS = ("celery", "sentence-transformers", "torch", "onnxruntime")
 
@@ -50,6 +50,11 @@ def conditions(scene, rounds):
         f"- RabbitMQ {rabbit}; {rust}; Python {python}, {peers}",
         f"- {scene.count:,} texts of {tokens}, all-MiniLM-L6-v2 in f32",
     ]
+
+
+def rounds_of(count):
+    """How a table's numbers follow from its rounds, as the end of a sentence."""
+    return "those of one round" if count == 1 else f"medians of {count} rounds in turns"
 
 
 def _curve(points):

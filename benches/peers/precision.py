@@ -1,5 +1,5 @@
 """The part of `make bench` that measures lower precision: embeddings in f32, bf16 and int8, beside ONNX Runtime and OpenVINO.
-Prints a table with speed and accuracy, and writes it into docs/performance.md.
+Prints a table with speed and accuracy, and writes it into benches/RESULTS.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores. The texts are
 real: the first paragraphs of docstrings of PyTorch and transformers. Accuracy is against sconce's own vectors in f32, whose
@@ -144,7 +144,7 @@ def write(found, cores):
         cells += [f"{mean:.5f}", f"{least:.5f}", f"{recall:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"{page.processor()}. Medians of {len(found)} rounds in turns, on the cores {named}, which RabbitMQ shares; MiniLM,"]
+    lines += ["", f"{page.processor()}. The rates are {page.rounds_of(len(found))}, on the cores {named}, which RabbitMQ shares; MiniLM,"]
     lines += [f"{TEXTS:,} first paragraphs of docstrings of PyTorch and transformers. Peers have all cores in one process, and sort the"]
     lines += ["texts by length. ONNX Runtime's int8 is dynamic, with a scale for each channel. Cosines and recall@10 are against the"]
     lines += [f"vectors of f32; {QUERIES} of the texts are queries, the others are searched."]

@@ -1,5 +1,5 @@
 """The part of `make bench` that measures speech synthesis: sconce beside the package hibari-tts (ONNX Runtime), in process
-and behind Celery. Prints a table, and writes it into docs/performance.md.
+and behind Celery. Prints a table, and writes it into benches/RESULTS.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores. All have the
 weights of the voice "heart". The package computes the published network, whose weights and activations have 8 bits;
@@ -113,7 +113,7 @@ def write(found, synthesis, cores):
         speed, one = (statistics.median(of_round[name][part] for of_round in found) for part in (0, 1))
         lines.append(f"| {name} | {speed:.0f} | {ratio:.2f} | {1_000 * one:.1f} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"Medians of {len(found)} rounds in turns, on the cores {named}, which RabbitMQ shares. A measurement speaks"]
+    lines += ["", f"The rates are {page.rounds_of(len(found))}, on the cores {named}, which RabbitMQ shares. A measurement speaks"]
     lines += [f"{len(synthesis.texts)} sentences (`{SENTENCES}`, {REPEATS} times) with the voice \"heart\". All systems start from text. sconce"]
     lines += ["has one worker with one thread for each core. The last column is the time until the sound of one sentence has"]
     lines += ["arrived, on idle workers."]

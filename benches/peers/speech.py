@@ -1,5 +1,5 @@
 """`make bench`, part of speech: transcription beside faster-whisper in process and behind Celery. Prints a table, and
-writes it into docs/performance.md.
+writes it into benches/RESULTS.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores. All have
 OpenAI's weights of tiny.en, decode greedily with the same rules of temperatures, and leave out silence by silero-vad.
@@ -225,7 +225,7 @@ def write(found, rates, speech, cores):
         cells = [name, f"{statistics.median(it[name] for it in found):.1f}", *map(ratio, OURS)]
         lines.append(f"| {' | '.join(cells)} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"The rates are medians of {len(found)} rounds in turns, on the cores {named}, which RabbitMQ shares. The model is"]
+    lines += ["", f"The rates are {page.rounds_of(len(found))}, on the cores {named}, which RabbitMQ shares. The model is"]
     lines += [f"Whisper tiny.en. A long recording has {speech.seconds / 60:.0f} minutes of sentences,"]
     lines += [f"the short one {speech.short_seconds:.1f} s. sconce has one worker with all cores. The last columns divide the rates of"]
     lines += ["sconce by that of the row. Rows about one short recording are compared with sconce's rate for one short recording,"]

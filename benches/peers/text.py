@@ -1,11 +1,13 @@
 """`make bench`, third part: text generation beside llama.cpp, transformers and Celery. Prints a table, and writes it
-into docs/performance.md.
+into benches/RESULTS.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores. All have
-the weights of one GGUF file, answer the same questions greedily, and give TOKENS tokens to each.
+the weights of one GGUF file, answer the same questions greedily, and give TOKENS tokens to each. GGUF names another
+file than SmolLM2's; its table is printed alone, without the systems of Python.
 """
 
 import json
+import os
 import statistics
 import sys
 from contextlib import ExitStack
@@ -17,7 +19,8 @@ from .processes import Asked, end, private_megabytes, spawn, worker_processes
 from .rabbit import Rabbit
 from .scene import FOLDER, pin, rounds_of, say
 
-MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+SMOLLM2 = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+MODEL = Path(os.environ.get("GGUF") or SMOLLM2)
 QUESTIONS = Path("examples/demo/chats.jsonl")
 PROSE = Path("/usr/share/common-licenses/GPL-3")
 """A real text, which every Debian has."""
@@ -117,16 +120,17 @@ def round_of(text):
     one, _ = text.ours(text.short, TASKS // 4, 1)
     many, _ = text.ours(text.short, TASKS, SEQUENCES)
     _, prompts = text.ours(text.long, text.passages - 2, 1)
-    reference = text.peer("transformers_client", "one", "many")
     found["one sequence: sconce over RabbitMQ"] = one
     found["one sequence: its engine without a queue"] = text.engine(1)
     found["one sequence: llama.cpp"] = llama[0]
-    found["one sequence: transformers"] = reference[0]
     found["16 sequences: sconce over RabbitMQ"] = many
     found["16 sequences: its engine without a queue"] = text.engine(SEQUENCES)
     found["16 sequences: llama.cpp, one `llama_batch`"] = llama[1]
-    found["16 sequences: transformers, one batch"] = reference[1]
-    found["16 sequences: Celery + transformers"] = text.celery()
+    if MODEL == SMOLLM2:
+        reference = text.peer("transformers_client", "one", "many")
+        found["one sequence: transformers"] = reference[0]
+        found["16 sequences: transformers, one batch"] = reference[1]
+        found["16 sequences: Celery + transformers"] = text.celery()
     found["prompt processing: sconce over RabbitMQ"] = prompts
     found["prompt processing: llama.cpp"] = llama[2]
     for name, value in found.items():
@@ -153,11 +157,12 @@ def write(found, cores, memory):
         ratio = statistics.median(of_round[ours] / of_round[name] for of_round in found)
         lines.append(f"| {name} | {statistics.median(it[name] for it in found):.0f} | {ratio:.2f} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"Medians of {len(found)} rounds in turns, cores {named}, RabbitMQ on them too. SmolLM2-135M-Instruct, Q4_1, from"]
+    lines += ["", f"The rates are {page.rounds_of(len(found))}, on the cores {named}, which RabbitMQ shares. {MODEL.stem}, from"]
     lines += [f"one GGUF file; greedy answers of {TOKENS} tokens to short questions; prompts of some 300 tokens. transformers"]
     lines += ["computes the same weights in f32. One worker with all cores."]
     lines += [f"A second worker on the host shares the weights, and needs {memory:.0f} MB of its own."]
-    replace(page.PAGE, (BEGIN, END), "\n".join(lines))
+    if MODEL == SMOLLM2:
+        replace(page.PAGE, (BEGIN, END), "\n".join(lines))
     print("\n".join(lines))
 
 

@@ -110,7 +110,7 @@ def test_releases_have_one_address(tmp_path: Path) -> None:
     for name in [*named, *locks, "Makefile", "scripts/release", "python/src/sconce_client/__init__.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    sections = f"## [Unreleased]\n\n## [{VERSION}] - 2026-01-01\n\n- [Embeds](docs/requests.md#a) texts.\n"
+    sections = f"## [Unreleased]\n\n## [{VERSION}] - 2026-01-01\n\n- [Embeds](docs/protocol.md#a) texts.\n"
     (tmp_path / "CHANGELOG.md").write_text(sections)
     done(["git", "init", "--quiet", tmp_path])
     commit_all(tmp_path)
@@ -131,7 +131,7 @@ def test_releases_have_one_address(tmp_path: Path) -> None:
         text = (tmp_path / name).read_text()
         assert "https://github.com/Sea-Side/sconce" in text and "OWNER_NOT_SET" not in text, name
     assert done([release, "images", tag, "-cuda"]).splitlines()[0] == f"ghcr.io/sea-side/sconce:{VERSION}-cuda"
-    link = f"https://github.com/Sea-Side/sconce/blob/{tag}/docs/requests.md#a"
+    link = f"https://github.com/Sea-Side/sconce/blob/{tag}/docs/protocol.md#a"
     assert done([release, "notes", tag]) == f"- [Embeds]({link}) texts.\n"
     assert '"sconce" is no address' in refused([release, "set_address", "sconce"])
 

@@ -1,7 +1,7 @@
 """Runs a real Prometheus over made-up metrics: does every query of the dashboard parse and find something, and does
 every alert's text come out whole?
 
-The metrics are made from the tables of docs/monitoring.md, with every label and value that stands there; so a query that
+The metrics are made from the lists of docs/monitoring.md, with every label and value that stands there; so a query that
 asks for another name, label or value finds nothing. One made-up host is well and the others are ill, so that alerts
 come up; their `for` is not waited for, since the texts are there while an alert is pending.
 """
@@ -33,12 +33,11 @@ def tables():
     """Name → (type, labels), and (name, label) → values."""
     metrics, values = {}, {}
     for line in pathlib.Path("docs/monitoring.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        quoted = [re.findall(r"`([^`]*)`", cell) for cell in cells]
-        if len(cells) == 6 and quoted[0] and quoted[0][0].startswith("sconce_"):
-            metrics.update({name: (cells[1], quoted[2]) for name in quoted[0]})
-        elif len(cells) == 3 and quoted[0] and quoted[0][0].startswith("sconce_"):
-            values[quoted[0][0], quoted[1][0]] = [""] * cells[2].startswith("empty") + quoted[2]
+        if found := re.match(r"- (`sconce_.*?) \((\w+); (.*?)\): ", line):
+            labels = re.findall(r"`([^`]*)`", found[3])
+            metrics.update({name: (found[2], labels) for name in re.findall(r"`([^`]*)`", found[1])})
+        elif found := re.match(r"- `(\w+)` of `(sconce_\w+)`: (.*)", line):
+            values[found[2], found[1]] = [""] * found[3].startswith("empty") + re.findall(r"`([^`]*)`", found[3])
     return metrics, values
 
 

@@ -185,21 +185,18 @@ fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Re
         })
     });
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
-    out.counter("inputs", "Inputs computed", slot_values(status, |stats| stats.inputs as f64))?;
-    out.counter("tokens", "Tokens computed", slot_values(status, |stats| stats.tokens as f64))?;
-    out.counter(
-        "redelivered",
-        "Deliveries that are not the first of their message",
-        slot_values(status, |stats| stats.redelivered as f64),
-    )?;
-    out.counter("retried", "Tasks tried again", slot_values(status, |stats| stats.retried as f64))?;
-    out.counter("put_off", "Tasks put off uncomputed", slot_values(status, |stats| stats.put_off as f64))?;
-    out.counter("requeued", "Deliveries handed back", slot_values(status, |stats| stats.requeued as f64))?;
-    out.counter(
-        "sentinels",
-        "Sentinels that stopped a worker",
-        slot_values(status, |it| it.sentinels as f64),
-    )?;
+    let counters: [(&'static str, &str, fn(&Stats) -> u64); 7] = [
+        ("inputs", "Inputs computed", |stats| stats.inputs),
+        ("tokens", "Tokens computed", |stats| stats.tokens),
+        ("redelivered", "Deliveries that are not the first of their message", |stats| stats.redelivered),
+        ("retried", "Tasks tried again", |stats| stats.retried),
+        ("put_off", "Tasks put off uncomputed", |stats| stats.put_off),
+        ("requeued", "Deliveries handed back", |stats| stats.requeued),
+        ("sentinels", "Sentinels that stopped a worker", |stats| stats.sentinels),
+    ];
+    for (name, help, count) in counters {
+        out.counter(name, help, slot_values(status, move |stats| count(stats) as f64))?;
+    }
     let dead_letters = slots_with_stats(status).flat_map(|(entry, stats)| {
         Reason::ALL.iter().map(move |(_, reason)| {
             let count = stats.dead_lettered.get(*reason).copied().unwrap_or(0);

@@ -174,13 +174,10 @@ impl ControlledLauncher {
         if request.is_query() {
             return Ok(BTreeMap::new());
         }
-        let problem = match request {
-            Request::SetBatch(change) => change.problem(),
-            Request::Cancel(cancellation) => cancellation.problem().map(str::to_owned),
-            _ => None,
-        };
-        if let Some(problem) = problem {
-            return Err(problem);
+        if let Request::Cancel(cancellation) = request
+            && let Some(problem) = cancellation.problem()
+        {
+            return Err(problem.to_owned());
         }
         if let Request::LogLevel { filter } = request {
             (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;

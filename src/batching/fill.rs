@@ -16,7 +16,7 @@ use std::vec::IntoIter;
 const BACKGROUND_WAIT: Duration = Duration::from_secs(60);
 /// Background inputs fill a batch only up to 1/4 of `max_tokens`. A task waits for the batch ahead of its own and for
 /// its own batch, and background inputs must lengthen neither by much. (When they filled batches up to `max_tokens`,
-/// the median latency at a third of the pool's maximum rate rose from 12 to 318 ms; docs/performance.md has the figures
+/// the median latency at a third of the pool's maximum rate rose from 12 to 318 ms; benches/RESULTS.md has the figures
 /// with 1/4.)
 const BACKGROUND_DIVISOR: usize = 4;
 
@@ -120,11 +120,6 @@ impl<T> Batcher<T> {
     /// Limits further batches to `max_tokens`.
     pub fn limit_tokens(&mut self, max_tokens: usize) {
         self.policy.max_tokens = max_tokens;
-    }
-
-    /// Changes the bounds of further batches.
-    pub fn set_policy(&mut self, policy: Policy) {
-        self.policy = policy;
     }
 
     /// The bounds of batches.

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{Settings, duration};
 use crate::protocol::admin::{Request, Target};
-use crate::protocol::control::{BatchChange, Cancellation};
+use crate::protocol::control::Cancellation;
 
 /// Examples for the help of `ctl`.
 pub(super) const CTL_EXAMPLES: &str = "Examples:
@@ -15,7 +15,6 @@ pub(super) const CTL_EXAMPLES: &str = "Examples:
   sconce ctl --pool embed pause                   every slot of a pool, on all hosts
   sconce ctl --host gpu1 drain                    the workers end, the launcher stays; resume starts them
   sconce ctl --slot gpu1/embed/0 restart          works also for a quarantined slot
-  sconce ctl --all set-batch --max-tokens 8192
   sconce ctl --host gpu1 log-level debug
   sconce ctl cancel 7f3e…                         a task that a worker holds, by its id
 
@@ -91,18 +90,6 @@ pub enum CtlCommand {
     Shutdown,
     /// Finish accepted tasks, end the workers, start new ones; in each launcher one slot after the other
     Restart,
-    /// Change the bounds of batches, until the settings are loaded again
-    SetBatch {
-        /// Maximum number of tokens per forward pass
-        #[arg(long, value_name = "N")]
-        max_tokens: Option<usize>,
-        /// Maximum number of inputs per forward pass
-        #[arg(long, value_name = "N")]
-        max_requests: Option<usize>,
-        /// Longest time that an idle device waits for a batch to fill
-        #[arg(long, value_name = "DURATION", value_parser = duration)]
-        max_delay: Option<Duration>,
-    },
     /// Change what launchers and workers log
     LogLevel {
         /// A filter as in SCONCE_LOG: debug, or sconce::worker=trace; `default` restores the filter set at startup
@@ -127,11 +114,6 @@ impl CtlCommand {
             Self::Drain => Request::Drain,
             Self::Shutdown => Request::Shutdown,
             Self::Restart => Request::Restart,
-            Self::SetBatch { max_tokens, max_requests, max_delay } => Request::SetBatch(BatchChange {
-                max_tokens: *max_tokens,
-                max_requests: *max_requests,
-                max_delay_ms: max_delay.map(|delay| delay.as_secs_f64() * 1e3),
-            }),
             Self::LogLevel { filter } => Request::LogLevel { filter: filter.clone() },
             Self::Cancel { task } => {
                 Request::Cancel(Cancellation { task: Some(task.clone()), ..Cancellation::default() })

@@ -395,6 +395,57 @@ mod tests {
         assert!(include_str!("../../README.md").contains(claim));
     }
 
+    /// The words of each command in a line of shell, without comments and redirections. Knows quotation marks and pipes.
+    #[cfg(feature = "top")]
+    fn commands_of(line: &str) -> Vec<Vec<String>> {
+        let mut commands = vec![vec![String::new()]];
+        let (mut quote, mut before) = (None, ' ');
+        for letter in line.chars() {
+            let words = commands.last_mut().unwrap();
+            match (letter, quote) {
+                ('\'' | '"', None) => quote = Some(letter),
+                (_, Some(mark)) if letter == mark => quote = None,
+                ('#', None) if before == ' ' => break,
+                ('|' | ';' | '&', None) => commands.push(vec![String::new()]),
+                (' ', None) => words.push(String::new()),
+                _ => words.last_mut().unwrap().push(letter),
+            }
+            before = letter;
+        }
+        let is_word = |word: &String| !word.is_empty() && !word.starts_with(['<', '>']);
+        commands.into_iter().map(|words| words.into_iter().filter(is_word).collect()).collect()
+    }
+
+    #[cfg(feature = "top")]
+    #[test]
+    fn the_commands_on_the_pages_are_those_of_the_program() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let docs = std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+        let pages = docs.filter(|path| path.extension().is_some_and(|ending| ending == "md"));
+        let mut seen = 0;
+        for page in pages.chain(["README.md", "python/README.md"].map(|name| root.join(name))) {
+            let text = std::fs::read_to_string(&page).unwrap().replace("\\\n", " ");
+            for block in text.split("```sh\n").skip(1).filter_map(|behind| behind.split("```").next()) {
+                for words in block.lines().flat_map(commands_of) {
+                    let is_assignment = |word: &&String| word.starts_with("SCONCE_") && word.contains('=');
+                    let words: Vec<_> = words.iter().skip_while(is_assignment).collect();
+                    // Within a container: docker compose exec sconce sconce …
+                    let container = words.windows(2).position(|pair| pair == ["sconce", "sconce"]);
+                    let words = &words[container.map_or(0, |at| at + 1)..];
+                    if words
+                        .first()
+                        .is_some_and(|word| ["sconce", "target/release/sconce"].contains(&word.as_str()))
+                    {
+                        seen += 1;
+                        let parsed = Cli::try_parse_from(words);
+                        assert!(parsed.is_ok(), "{}: {words:?}: {}", page.display(), parsed.unwrap_err());
+                    }
+                }
+            }
+        }
+        assert!(seen > 30, "{seen} commands were found");
+    }
+
     #[test]
     fn a_setting_may_hold_an_equals_sign_in_its_value() {
         assert_eq!(setting("a.b=c=d"), Ok(("a.b".into(), "c=d".into())));

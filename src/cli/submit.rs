@@ -34,7 +34,8 @@ pub struct Submit {
     /// Publish to the pool's background queue, whose tasks only fill the room that other tasks leave in batches
     #[arg(long)]
     pub background: bool,
-    /// Rows per task, for embeddings and text classification; only rows with the same parameters share a task
+    /// Rows per task, for embeddings, sparse vectors, labels of tokens and text classification by the model's labels; only
+    /// rows with the same parameters share a task
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=512))]
     pub rows_per_task: u16,
     /// Publish a task again if its reply has not come this long after the reply to a task that was published later, or

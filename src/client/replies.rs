@@ -58,18 +58,13 @@ impl ReplyStats {
             self.succeeded += 1;
             self.inputs += inputs as u64;
         }
-        if let Some(tokens) = answer.tokens {
-            let sum = self.tokens.get_or_insert(0);
+        for (sum, count) in [
+            (&mut self.tokens, answer.tokens),
+            (&mut self.generated, answer.generated),
+            (&mut self.audio_ms, answer.audio_ms),
+        ] {
             // A reply may hold any number.
-            *sum = sum.saturating_add(tokens);
-        }
-        if let Some(generated) = answer.generated {
-            let sum = self.generated.get_or_insert(0);
-            *sum = sum.saturating_add(generated);
-        }
-        if let Some(ms) = answer.audio_ms {
-            let sum = self.audio_ms.get_or_insert(0);
-            *sum = sum.saturating_add(ms);
+            *sum = count.map_or(*sum, |count| Some(sum.unwrap_or(0).saturating_add(count)));
         }
         let Some(name) = answer.worker else { return };
         if !self.workers.contains_key(name) {

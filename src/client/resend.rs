@@ -13,7 +13,8 @@ use crate::protocol::Message;
 /// if a later task was answered long ago, or if no task has been answered for long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resend {
-    /// How long ago that answer, or the last answer of all, must be. Only time in which workers consume counts.
+    /// A task is late once that answer, or the last answer of any task, is this old. Only time in which workers consume
+    /// counts.
     pub(crate) after: Duration,
     /// Maximum number of times that a task is published, the first time included.
     pub(crate) attempts: u32,
@@ -50,13 +51,13 @@ pub(super) struct Resends {
 struct UnderWay {
     queue: Arc<str>,
     message: Arc<Message>,
-    /// When the broker last accepted it, by the [`Clock`]; none: it has not accepted the latest publish yet.
+    /// The consuming time when the broker last accepted it; none: it has not accepted the latest publish yet.
     accepted: Option<Duration>,
     attempts: u32,
 }
 
 /// Decides which tasks were overtaken long ago: tasks that the broker accepted later are answered already. All times
-/// are by the [`Clock`].
+/// are consuming times: see [`Clock`].
 #[derive(Default)]
 struct Overtaken {
     /// One entry for each second with answers. Bound: the seconds of [`Resend::after`].
@@ -74,27 +75,27 @@ struct AnsweredSecond {
 }
 
 impl Overtaken {
-    fn answered(&mut self, accepted: Duration, now: Duration) {
-        self.last_answer = now;
+    fn answered(&mut self, accepted: Duration, answered: Duration) {
+        self.last_answer = answered;
         match self.answers.back_mut() {
-            Some(second) if second.first_answer.as_secs() == now.as_secs() => {
+            Some(second) if second.first_answer.as_secs() == answered.as_secs() => {
                 second.latest_accepted = accepted.max(second.latest_accepted);
             }
-            _ => self.answers.push_back(AnsweredSecond { first_answer: now, latest_accepted: accepted }),
+            _ => self.answers.push_back(AnsweredSecond { first_answer: answered, latest_accepted: accepted }),
         }
     }
 
     /// Whether a task is late that the broker accepted at this time.
-    fn is_late(&mut self, accepted: Duration, now: Duration, after: Duration) -> bool {
-        while let Some(second) = self.answers.front().filter(|second| second.first_answer + after <= now) {
+    fn is_late(&mut self, accepted: Duration, consuming: Duration, after: Duration) -> bool {
+        while let Some(second) = self.answers.front().filter(|it| it.first_answer + after <= consuming) {
             self.overtaken_before = self.overtaken_before.max(second.latest_accepted);
             self.answers.pop_front();
         }
-        accepted < self.overtaken_before || now >= self.last_answer.max(accepted) + after
+        accepted < self.overtaken_before || consuming >= self.last_answer.max(accepted) + after
     }
 }
 
-/// A clock that runs only while workers consume, so that time without workers costs no task an attempt.
+/// Counts the consuming time: the time in which workers consume. So time without workers costs no task an attempt.
 struct Clock {
     /// The time counted until it last started or stopped.
     passed: Duration,
@@ -103,7 +104,7 @@ struct Clock {
 }
 
 impl Clock {
-    fn now(&self, now: Instant) -> Duration {
+    fn consuming_time(&self, now: Instant) -> Duration {
         self.passed + self.running_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 }
@@ -150,9 +151,8 @@ impl Resends {
 
     /// The broker has accepted a task.
     pub(super) fn confirmed(&mut self, number: u64, now: Instant) {
-        let now = self.clock.now(now);
         if let Some(task) = self.under_way.get_mut(&number) {
-            task.accepted = Some(now);
+            task.accepted = Some(self.clock.consuming_time(now));
         }
     }
 
@@ -161,23 +161,23 @@ impl Resends {
         if let Some(task) = self.under_way.remove(&number) {
             self.bytes -= task.message.body.len();
             self.recent_answers.count(1, now);
-            let now = self.clock.now(now);
-            self.overtaken.answered(task.accepted.unwrap_or(now), now);
+            let answered = self.clock.consuming_time(now);
+            self.overtaken.answered(task.accepted.unwrap_or(answered), answered);
         }
     }
 
     /// Runs the clock if workers consume, as far as is known, and stops it if they do not.
     pub(super) fn consumed(&mut self, is_consumed: bool, now: Instant) {
-        self.clock.passed = self.clock.now(now);
+        self.clock.passed = self.clock.consuming_time(now);
         self.clock.running_since = is_consumed.then_some(now);
     }
 
     /// The tasks that are late, each with what happens to it. Counts an attempt for those that are published again.
     pub(super) fn late(&mut self, now: Instant) -> Vec<LateTask> {
-        let (now, Resend { after, attempts }) = (self.clock.now(now), self.policy);
+        let (consuming, Resend { after, attempts }) = (self.clock.consuming_time(now), self.policy);
         let overtaken = &mut self.overtaken;
         let late = self.under_way.iter_mut().filter(|(_, task)| {
-            task.accepted.is_some_and(|accepted| overtaken.is_late(accepted, now, after))
+            task.accepted.is_some_and(|accepted| overtaken.is_late(accepted, consuming, after))
         });
         let decide = |(number, task): (&u64, &mut UnderWay)| {
             if task.attempts >= attempts {

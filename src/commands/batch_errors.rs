@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 
 use crate::client::batch_file::{CommonError, ErrorCounts};
+use crate::protocol::printable;
 use crate::shutdown::Exit;
 
 /// The exit code of a run whose rows are all answered.
@@ -11,30 +12,36 @@ pub(super) fn exit_of(errors: &ErrorCounts) -> Exit {
     if errors.total() > 0 { Exit::DoneWithErrors } else { Exit::Done }
 }
 
-/// One line for each of the commonest errors, and one for the others. Empty if there are no errors.
-pub(super) fn summary(errors: &ErrorCounts) -> String {
-    let commonest = errors.commonest();
-    let mut summary = String::new();
-    let mut others = errors.total();
-    for CommonError { count, code, message } in &commonest {
-        others -= count;
-        let message = message.as_deref().unwrap_or("different errors");
-        // The message is from outside and may be printed to a terminal, so control characters are removed.
-        let message: String = message.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-        let _ = writeln!(summary, "{count:>8} × {code}: {message}");
+/// The `remarks`, a line for each of the commonest errors and one for the others, unless the remarks name them all
+/// (`names_errors`), and a line with the number of texts that were cut.
+pub(super) fn summary(
+    remarks: &[String],
+    names_errors: bool,
+    errors: &ErrorCounts,
+    truncated: u64,
+) -> String {
+    let mut summary: String = remarks.iter().map(|remark| format!("{remark}\n")).collect();
+    if !names_errors {
+        add_commonest(&mut summary, errors);
     }
-    if others > 0 {
-        let _ = writeln!(summary, "{others:>8} × other errors");
+    match truncated {
+        0 => {}
+        1 => summary += "1 text was longer than the model takes, and was cut\n",
+        count => _ = writeln!(summary, "{count} texts were longer than the model takes, and were cut"),
     }
     summary
 }
 
-/// A line that says how many texts were cut in this run. Empty if there were none.
-pub(super) fn of_truncated(count: u64) -> String {
-    match count {
-        0 => String::new(),
-        1 => "1 text was longer than the model takes, and was cut\n".to_owned(),
-        count => format!("{count} texts were longer than the model takes, and were cut\n"),
+fn add_commonest(summary: &mut String, errors: &ErrorCounts) {
+    let commonest = errors.commonest();
+    let mut others = errors.total();
+    for CommonError { count, code, message } in &commonest {
+        others -= count;
+        let message = message.as_deref().unwrap_or("different errors");
+        let _ = writeln!(summary, "{count:>8} × {code}: {}", printable(message));
+    }
+    if others > 0 {
+        let _ = writeln!(summary, "{others:>8} × other errors");
     }
 }
 
@@ -46,12 +53,12 @@ mod tests {
     #[test]
     fn the_summary_counts_errors_and_strips_control_characters() {
         let mut errors = ErrorCounts::default();
-        assert_eq!((summary(&errors).as_str(), exit_of(&errors)), ("", Exit::Done));
+        assert_eq!((summary(&[], false, &errors, 0).as_str(), exit_of(&errors)), ("", Exit::Done));
         for (count, message) in [(3, "no such\u{1b}URL"), (1, "a"), (1, "b"), (1, "c"), (1, "d"), (1, "e")] {
             let error = || OutputError { code: "404".into(), message: message.into() };
             (0..count).for_each(|_| errors.add(error()));
         }
-        let summary = summary(&errors);
+        let summary = summary(&[], false, &errors, 0);
         assert!(summary.starts_with("       3 × 404: no such URL\n"), "{summary}");
         assert!(summary.ends_with("       1 × other errors\n") && summary.lines().count() == 6, "{summary}");
         assert_eq!(exit_of(&errors), Exit::DoneWithErrors);

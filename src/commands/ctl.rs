@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlCommand};
-use crate::client::fleet::{Control, FleetError};
+use crate::client::fleet::{Control, FleetError, Gather};
 use crate::commands::exits::ExitsWith as _;
 use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
 use crate::protocol::shorten;
@@ -39,13 +39,6 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         return Err(anyhow!(message).exits_with(Exit::Usage));
     }
     let request = arguments.command.request();
-    if let Request::SetBatch(change) = &request
-        && *change == Default::default()
-    {
-        return Err(
-            anyhow!("set-batch needs --max-tokens, --max-requests or --max-delay").exits_with(Exit::Usage)
-        );
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let result = runtime.block_on(async {
         let mut control = Control::open(&settings).await.map_err(with_exit)?;
@@ -55,10 +48,11 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             Target::Slot(_) => Some(1),
             _ => None,
         });
-        let answers = match (arguments.timeout, expected) {
-            (None, None) => control.request_until_quiet(&target, &request, deadline).await,
-            _ => control.request(&target, &request, deadline, expected).await,
+        let gather = match (arguments.timeout, expected) {
+            (None, None) => Gather::UntilQuiet,
+            (_, expected) => Gather::Expected(expected.unwrap_or(usize::MAX)),
         };
+        let answers = control.request(&target, &request, deadline, gather).await;
         let mut answers = answers.map_err(with_exit)?;
         let waited = match arguments.wait {
             Some(limit) => wait_for(&mut control, &target, &request, &mut answers, limit).await,
@@ -128,7 +122,7 @@ async fn wait_for(
     loop {
         let next_ping = deadline.min(Instant::now() + PING_INTERVAL);
         let ping_deadline = Instant::now() + PING_TIMEOUT;
-        let pinged = control.request(target, &Request::Ping, ping_deadline, Some(answers.len()));
+        let pinged = control.request(target, &Request::Ping, ping_deadline, Gather::Expected(answers.len()));
         let current = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = current.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
@@ -184,7 +178,6 @@ fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotRepor
         Request::Ping
         | Request::Stats
         | Request::Active
-        | Request::SetBatch(_)
         | Request::LogLevel { .. }
         | Request::Cancel(_)
         | Request::CancelAll(_) => true,

@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::published_files::{ResultFile, ResultFiles};
-use super::requests::{self, Requests, fields_of, of_file, requests_in};
+use super::requests::{self, Requests, check_fields, fields_of, of_file, requests_in};
 use super::show::Show;
 use super::{Registry, broker_session, load, pool_named, progress, start_logging};
 use crate::broker::BrokerError;
@@ -43,7 +43,7 @@ const DECLARE_TIMEOUT: Duration = Duration::from_secs(3);
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
-/// A list of more numbers, such as a vector, is shortened on a terminal.
+/// A list of more numbers, such as a vector, is shortened on a terminal. So are the pairs of a sparse vector.
 const MAX_NUMBERS: usize = 16;
 /// How many numbers of a shortened list are shown.
 const SHOWN_NUMBERS: usize = 4;
@@ -59,6 +59,8 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         None => {
             let mut tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
             let fields = fields_of(&arguments.field).exits_with(Exit::Usage)?;
+            let url = arguments.url.as_deref().or_else(|| model_url(pool, registry));
+            check_fields(url, &fields).exits_with(Exit::Usage)?;
             let added = tasks.iter_mut().try_for_each(|task| task.body.add_fields(&fields));
             added.map_err(|problem| anyhow!("--field: {problem}")).exits_with(Exit::Usage)?;
             let total = tasks.len() as u64;
@@ -363,12 +365,20 @@ impl Sink<Meta, anyhow::Error> for Output {
     }
 }
 
+/// Whether a value is a number of a vector: of a sparse one, with its index.
+fn is_of_vector(value: &Json) -> bool {
+    let is_pair = |pair: &Map<String, Json>| {
+        pair.len() == 2 && ["index", "value"].iter().all(|name| pair.get(*name).is_some_and(Json::is_number))
+    };
+    value.is_number() || value.as_object().is_some_and(is_pair)
+}
+
 /// A body in which each list of more than [`MAX_NUMBERS`] numbers has the first [`SHOWN_NUMBERS`] and a text with their
 /// count. None if it has no such list.
 fn shortened(body: &RawValue) -> Option<String> {
     fn shorten(value: &mut Json) -> bool {
         match value {
-            Json::Array(items) if items.len() > MAX_NUMBERS && items.iter().all(Json::is_number) => {
+            Json::Array(items) if items.len() > MAX_NUMBERS && items.iter().all(is_of_vector) => {
                 let count = items.len();
                 items.truncate(SHOWN_NUMBERS);
                 items.push(json!(format!("… of {count} numbers")));
@@ -501,6 +511,16 @@ mod tests {
         let mut expected = reply;
         expected["data"][0]["embedding"] = json!([0.0, 0.125, 0.25, 0.375, "… of 384 numbers"]);
         assert_eq!(printed, expected);
+        let pairs =
+            |count: usize| (0..count).map(|index| json!({"index": index, "value": 0.5})).collect::<Vec<_>>();
+        let printed: Json =
+            serde_json::from_str(&shortened(&body(json!([pairs(100), pairs(2)]))).unwrap()).unwrap();
+        let mut first = pairs(4);
+        first.push(json!("… of 100 numbers"));
+        assert_eq!(printed, json!([first, pairs(2)]));
+        let ranked: Vec<Json> =
+            (0..99).map(|index| json!({"index": index, "relevance_score": 0.5})).collect();
+        assert_eq!(shortened(&body(json!({"results": ranked}))), None);
         let (few, texts) = (vec![1; MAX_NUMBERS], vec!["a text"; 100]);
         assert_eq!(
             shortened(&body(json!({"scores": few, "texts": texts, "text": "long".repeat(999)}))),

@@ -19,6 +19,7 @@ use crate::config::Pool;
 use crate::model::Route;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::embeddings::{self, body_of_text};
+use crate::protocol::requests::check_field;
 #[cfg(feature = "tables")]
 use crate::protocol::rerank::{RERANK_URL, SCORE_URL};
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES, shorten};
@@ -151,6 +152,17 @@ pub(super) fn fields_of(flags: &[(String, Json)]) -> anyhow::Result<Map<String, 
     Ok(fields)
 }
 
+/// Checks that requests to `url` may have these fields, if that is known.
+///
+/// # Errors
+/// One of them is none of their fields.
+pub(super) fn check_fields(url: Option<&str>, fields: &Map<String, Json>) -> anyhow::Result<()> {
+    let Some(url) = url else { return Ok(()) };
+    let check =
+        |name: &String| check_field(url, name).map_err(|problem| anyhow!("--field {name}: {problem}"));
+    fields.keys().try_for_each(check)
+}
+
 /// The largest file that is sent, in bytes, if no pool's max_body is larger: the most that RabbitMQ 3 takes.
 const MAX_FILE: u64 = 128 << 20;
 /// Media types of files by the endings of their names.
@@ -183,6 +195,7 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
             let media_type = media_type_of(path)?;
             let url =
                 url_for(media_type, url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
+            check_fields(Some(&url), &fields)?;
             let stem = path.file_stem().and_then(|it| it.to_str());
             let stem = stem.with_context(|| format!("the name of {shown} is not UTF-8"))?;
             let result = format!("{stem}.{}", format.ending());
@@ -245,6 +258,7 @@ fn batch_of_table(
     if [RERANK_URL, SCORE_URL].contains(&&*url) {
         bail!("{url} compares several texts, and a row of {shown} is one text");
     }
+    check_fields(Some(&url), &fields)?;
     let (id_column, asks_base64) = (arguments.id_column.clone(), is_of_vectors(&output)?);
     let table = Table { path: path.to_owned(), column, id_column, url, fields, asks_base64 };
     table.body("").map_err(|problem| anyhow!("{shown}: {problem}"))?;

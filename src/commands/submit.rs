@@ -115,7 +115,7 @@ fn with_exit(error: JobError) -> anyhow::Error {
         JobError::Output(ref cause) if cause.kind() == io::ErrorKind::Unsupported => {
             anyhow::Error::new(error).exits_with(Exit::Usage)
         }
-        JobError::InputChanged(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
+        JobError::InputChanged(_) | JobError::Refused(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
         JobError::Withdrawn(_) => anyhow::Error::new(error).exits_with(Exit::Aborted),
         JobError::Input { .. } | JobError::Output(_) => error.into(),
     }
@@ -234,13 +234,7 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     let of_total = job.total().map(|total| format!(" of {total}")).unwrap_or_default();
     let (now, failed) = (written - before, errors.total());
     let mut summary = format!("{now}{of_total} rows answered now, {before} before; {failed} with an error\n");
-    for remark in job.remarks() {
-        let _ = writeln!(summary, "{remark}");
-    }
-    if !job.names_errors() {
-        summary += &batch_errors::summary(errors);
-    }
-    summary += &batch_errors::of_truncated(job.truncated());
+    summary += &batch_errors::summary(&job.remarks(), job.names_errors(), errors, job.truncated());
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(

@@ -21,8 +21,7 @@ use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
 use crate::worker::{
-    self, Cancellations, Control, CrashRecords, Ended, LiveSettings, Reporter, Withdrawn, WorkerError,
-    load_spec,
+    self, Cancellations, Control, CrashRecords, Ended, Pause, Reporter, Withdrawn, WorkerError, load_spec,
 };
 
 /// The variable that lists the GPUs visible to a process.
@@ -37,7 +36,7 @@ const TRACES_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 /// Runs one worker.
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
-    let (crashes, live_settings) = (CrashRecords::default(), LiveSettings::default());
+    let (crashes, pause) = (CrashRecords::default(), Pause::default());
     let withdrawn = Withdrawn::default();
     let has_launcher = arguments.launched_by.is_some();
     let (assignment, second_signal) = match arguments.launched_by {
@@ -46,7 +45,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             let started = telemetry::start(filter.as_deref(), Format::Json);
             started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config))?;
             bind_to_launcher(launcher)?;
-            (read_assignment(&crashes, &withdrawn, &live_settings)?, SecondSignal::Ignored)
+            (read_assignment(&crashes, &withdrawn, &pause)?, SecondSignal::Ignored)
         }
         None => {
             start_logging(None)?;
@@ -60,14 +59,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let reporter = Reporter::start(io::stdout())?;
     let traces = start_traces(&assignment);
     let cancellations = Cancellations::default();
-    let control = Control {
-        reporter: reporter.clone(),
-        crashes,
-        settings: live_settings,
-        cancellations,
-        withdrawn,
-        traces,
-    };
+    let control = Control { reporter: reporter.clone(), crashes, pause, cancellations, withdrawn, traces };
     // On this thread, since the kernel kills the process of a model in Python when the thread that started it ends.
     let Started { starter, process } = registry.start(&assignment);
     let leader = process.as_ref().map(|process| process.id());
@@ -139,7 +131,7 @@ fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
 fn read_assignment(
     crashes: &CrashRecords,
     withdrawn: &Withdrawn,
-    live_settings: &LiveSettings,
+    pause: &Pause,
 ) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
@@ -154,7 +146,7 @@ fn read_assignment(
                 // The launcher has not read them all yet, and sends `Withdrawals` when it has.
                 None => withdrawn.mark_incomplete(),
             }
-            live_settings.set_paused(paused);
+            pause.set(paused);
             // The error's text is dropped: it would quote the value, which holds a password.
             serde_json::from_value(assignment)
                 .map_err(|_| anyhow!("the assignment is not in the format of this version"))
@@ -228,9 +220,8 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
         Command::Drain => drop(stop.advance(Phase::Returning, "launcher")),
         Command::Abort => drop(stop.advance(Phase::Aborting, "launcher")),
         Command::CrashRecords { tasks } => control.crashes.replace(tasks),
-        Command::Pause => control.settings.set_paused(true),
-        Command::Resume => control.settings.set_paused(false),
-        Command::SetBatch(change) => control.settings.set_batch(change),
+        Command::Pause => control.pause.set(true),
+        Command::Resume => control.pause.set(false),
         Command::LogLevel { filter } => match telemetry::set_filter(&filter) {
             Ok(()) => tracing::info!(filter, "logging by another filter"),
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),

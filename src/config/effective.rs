@@ -11,87 +11,109 @@ use super::read::{origin, typed};
 use super::redact::redact_url;
 use super::text::{as_toml, quoted, without_controls};
 
-/// The merged settings as TOML.
-pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
-    let mut text = String::new();
-    for (key, outline) in outline {
-        let value = settings.clone().into_table().ok().and_then(|mut table| table.remove(*key));
-        match value.map(|value| value.kind) {
-            Some(ValueKind::Table(table)) => write_section(&mut text, key, &table, outline),
-            Some(ValueKind::Array(items)) => {
-                for table in items.into_iter().filter_map(|item| item.into_table().ok()) {
-                    write_section(&mut text, key, &table, outline);
-                }
-            }
-            _ => {}
-        }
-    }
-    text
+/// The merged settings, section by section, in the order of their definitions.
+#[derive(Clone, PartialEq)]
+pub(super) struct Effective(Vec<SectionSettings>);
+
+#[derive(Clone, PartialEq)]
+struct SectionSettings {
+    /// With a pool's index: `pool[0].batch`.
+    path: String,
+    settings: Vec<Setting>,
 }
 
-/// The value of every setting, by its path: `section.key`, with the pool's index in `pool[0].key`.
-#[derive(Clone, PartialEq)]
-pub(super) struct Values(BTreeMap<String, Setting>);
-
-/// A setting's value, which may be a secret.
 #[derive(Clone, PartialEq)]
 struct Setting {
-    value: ValueKind,
+    name: String,
+    /// The value, which may be a secret. Without quotes, because flags and variables give numbers as text.
+    value: String,
     /// The value as TOML, with secrets masked.
     shown: String,
+    origin: String,
 }
 
 /// Leaves out the values, since some are secrets.
-impl fmt::Debug for Values {
+impl fmt::Debug for Effective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Values").finish_non_exhaustive()
+        f.debug_struct("Effective").finish_non_exhaustive()
     }
 }
 
-impl Values {
+/// The longest line, in characters, that is considered when comments are aligned.
+const MAX_ALIGNED_WIDTH: usize = 60;
+
+impl Effective {
     /// Collects the values of the merged settings.
     pub(super) fn of(settings: &Value, outline: &[(&str, Outline)]) -> Self {
-        let mut values = Self(BTreeMap::new());
-        let ValueKind::Table(root) = &settings.kind else { return values };
+        let mut all = Self(Vec::new());
+        let ValueKind::Table(root) = &settings.kind else { return all };
         for (key, outline) in outline {
             match root.get(*key).map(|value| &value.kind) {
-                Some(ValueKind::Table(table)) => values.add(key, table, outline),
+                Some(ValueKind::Table(table)) => all.add((*key).to_owned(), table, outline),
                 Some(ValueKind::Array(items)) => {
                     for (index, item) in items.iter().enumerate() {
                         if let ValueKind::Table(table) = &item.kind {
-                            values.add(&format!("{key}[{index}]"), table, outline);
+                            all.add(format!("{key}[{index}]"), table, outline);
                         }
                     }
                 }
                 _ => {}
             }
         }
-        values
+        all
     }
 
-    fn add(&mut self, path: &str, table: &Map<String, Value>, outline: &Outline) {
-        for (name, default, value) in settings_of(table, outline) {
-            let shown = masked_toml(&name, value, default, outline.has_secrets);
-            let value = without_origins(as_read(value, default)).kind;
-            self.0.insert(format!("{path}.{name}"), Setting { value, shown });
-        }
+    fn add(&mut self, path: String, table: &Map<String, Value>, outline: &Outline) {
+        let setting = |(name, default, value): (String, &str, &Value)| {
+            let toml = inline(&as_read(value, default));
+            let (shown, origin) =
+                (masked(&name, &toml, outline.has_secrets), without_controls(&origin(value)));
+            Setting { name, value: toml.trim_matches('"').to_owned(), shown, origin }
+        };
+        let settings = settings_of(table, outline).into_iter().map(setting).collect();
+        self.0.push(SectionSettings { path: path.clone(), settings });
         for (key, nested) in &outline.nested {
             if let Some(ValueKind::Table(table)) = table.get(*key).map(|value| &value.kind) {
-                self.add(&format!("{path}.{key}"), table, nested);
+                self.add(format!("{path}.{key}"), table, nested);
             }
         }
     }
 
+    /// The settings as TOML. In a section the comments are aligned in one column, except after lines longer than
+    /// [`MAX_ALIGNED_WIDTH`].
+    pub(super) fn render(&self) -> String {
+        let mut text = String::new();
+        for SectionSettings { path, settings } in &self.0 {
+            let (list, rest) = path.split_once('[').unwrap_or((path, ""));
+            let below = rest.split_once(']').map_or("", |(_, below)| below);
+            let blank = if text.is_empty() { "" } else { "\n" };
+            text.push_str(&format!("{blank}{}\n", header(&format!("{list}{below}"))));
+            let line = |Setting { name, shown, .. }: &Setting| format!("{name} = {shown}");
+            let widths = settings.iter().map(|setting| line(setting).chars().count());
+            let width = widths.filter(|width| *width <= MAX_ALIGNED_WIDTH).max().unwrap_or(0);
+            for setting in settings {
+                text.push_str(&format!("{:width$}  # {}\n", line(setting), setting.origin));
+            }
+        }
+        text
+    }
+
     /// The settings in which `later` differs, as `section.key = value`.
     pub(super) fn changes(&self, later: &Self) -> Vec<String> {
-        let differs = |key: &String, setting: &Setting| {
-            self.0.get(key).is_none_or(|before| !are_equal(&before.value, &setting.value))
+        let [before, after] = [self, later].map(Self::by_path);
+        let differs = |path: &String, setting: &Setting| {
+            before.get(path).is_none_or(|before| before.value != setting.value)
         };
-        let changed = later.0.iter().filter(|(key, setting)| differs(key, setting));
-        let changed = changed.map(|(key, setting)| format!("{key} = {}", setting.shown));
+        let changed = after.iter().filter(|(path, setting)| differs(path, setting));
+        let changed = changed.map(|(path, setting)| format!("{path} = {}", setting.shown));
         let gone =
-            self.0.keys().filter(|key| !later.0.contains_key(*key)).map(|key| format!("{key} is gone"));
+            before.keys().filter(|path| !after.contains_key(*path)).map(|path| format!("{path} is gone"));
         changed.chain(gone).collect()
+    }
+
+    fn by_path(&self) -> BTreeMap<String, &Setting> {
+        let settings = self.0.iter().flat_map(|section| section.settings.iter().map(move |it| (section, it)));
+        settings.map(|(section, setting)| (format!("{}.{}", section.path, setting.name), setting)).collect()
     }
 }
 
@@ -110,49 +132,6 @@ fn settings_of<'a>(
     outline.keys.iter().filter_map(of_key).collect()
 }
 
-/// Whether both are the same value. Flags and environment variables give numbers as text, so texts are compared too.
-fn are_equal(one: &ValueKind, other: &ValueKind) -> bool {
-    let text = |value: &ValueKind| Value::new(None, value.clone()).into_string().ok();
-    one == other || text(one).is_some_and(|one| text(other) == Some(one))
-}
-
-fn without_origins(value: Value) -> Value {
-    let kind = match value.kind {
-        ValueKind::Array(items) => ValueKind::Array(items.into_iter().map(without_origins).collect()),
-        ValueKind::Table(table) => {
-            ValueKind::Table(table.into_iter().map(|(name, value)| (name, without_origins(value))).collect())
-        }
-        plain => plain,
-    };
-    Value::new(None, kind)
-}
-
-/// The longest line, in characters, that is considered when comments are aligned.
-const MAX_ALIGNED_WIDTH: usize = 60;
-
-/// Writes a section's settings, with the comments aligned in one column, except after lines longer than
-/// [`MAX_ALIGNED_WIDTH`].
-fn write_section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
-    let line = |(name, default, value): (String, &str, &Value)| {
-        (format!("{name} = {}", masked_toml(&name, value, default, outline.has_secrets)), origin(value))
-    };
-    let lines: Vec<(String, String)> = settings_of(table, outline).into_iter().map(line).collect();
-    let widths = lines.iter().map(|(line, _)| line.chars().count());
-    let width = widths.filter(|width| *width <= MAX_ALIGNED_WIDTH).max().unwrap_or(0);
-    if !text.is_empty() {
-        text.push('\n');
-    }
-    text.push_str(&format!("{}\n", header(path)));
-    for (line, origin) in lines {
-        text.push_str(&format!("{line:width$}  # {}\n", without_controls(&origin)));
-    }
-    for (key, nested) in &outline.nested {
-        if let Some(ValueKind::Table(table)) = table.get(*key).map(|value| &value.kind) {
-            write_section(text, &format!("{path}.{key}"), table, nested);
-        }
-    }
-}
-
 /// The typed value of a setting: text from a flag or variable is parsed, unless the setting's default is text too.
 fn as_read(value: &Value, default: &str) -> Value {
     if default.starts_with('"') { value.clone() } else { typed(value) }
@@ -162,15 +141,14 @@ fn as_read(value: &Value, default: &str) -> Value {
 const SECRET_KEY: &str = "secret_access_key";
 
 /// A value as TOML, with secrets masked. `is_secret`: all values of its section are secrets.
-fn masked_toml(key: &str, value: &Value, default: &str, is_secret: bool) -> String {
-    let shown = inline(&as_read(value, default));
-    if (is_secret || key == SECRET_KEY) && shown != "\"\"" {
+fn masked(key: &str, toml: &str, is_secret: bool) -> String {
+    if (is_secret || key == SECRET_KEY) && toml != "\"\"" {
         return "\"***\"".to_owned();
     }
     // An address that was given to another setting by mistake may hold a password too.
-    let lower = shown.to_ascii_lowercase();
+    let lower = toml.to_ascii_lowercase();
     let is_address = key == "url" || ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
-    if is_address { redact_url(&shown) } else { shown }
+    if is_address { redact_url(toml) } else { toml.to_owned() }
 }
 
 /// A value as TOML in one line, tables too.

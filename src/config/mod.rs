@@ -11,7 +11,7 @@
 //! | `assignment` | what one worker is to run |
 //! | `layers` | which layer wins |
 //! | `files` | the built-in defaults and files → layers |
-//! | `overrides`, `path` | environment variables and flags → layers |
+//! | `overrides` | environment variables and flags → layers |
 //! | `text` | values as TOML, durations, sizes |
 //! | `model_folder` | which folder a pool's `model` may name |
 //! | `python` | which class in Python a pool's `model` names |
@@ -28,7 +28,6 @@ mod layers;
 mod model_folder;
 mod options;
 mod overrides;
-mod path;
 mod problem;
 mod public_address;
 mod python;
@@ -61,7 +60,7 @@ pub struct Loaded {
     /// The settings as TOML, each with a comment that gives its origin; secrets masked.
     pub effective: String,
     /// The value of each setting, for the comparison with a later load.
-    values: effective::Values,
+    values: effective::Effective,
     /// The origin of each setting, by its path.
     origins: BTreeMap<String, String>,
 }
@@ -157,10 +156,8 @@ pub fn load(
     report.problems.extend(unknown_keys);
     match settings {
         Some(settings) if report.problems.is_empty() => {
-            let outline = settings::outline();
-            let values = effective::Values::of(&merged, &outline);
-            let effective = effective::render(&merged, &outline);
-            let mut loaded = Loaded { settings, effective, values, origins: report.origins };
+            let values = effective::Effective::of(&merged, &settings::outline());
+            let mut loaded = Loaded { settings, effective: values.render(), values, origins: report.origins };
             loaded.resolve_python();
             Ok(loaded)
         }

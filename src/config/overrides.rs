@@ -1,13 +1,14 @@
 //! Reads environment variables and flags into layers. Decides which variables are settings. Refuses a name that is
-//! neither in the tree of the lower layers nor an option of a model. The caller passes the environment in.
+//! neither in the tree of the lower layers nor an option of a model. A setting has three spellings: `pool[0].model` in
+//! messages and flags, `pool.0.model` in flags, `SCONCE_POOL__0__MODEL` as a variable. The caller passes the
+//! environment in.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ::config::{Map, Value, ValueKind};
 
 use super::files::Layer;
-use super::path::{SettingPath, Step};
-use super::problem::{Problem, unknown_key};
+use super::problem::{Problem, nearest};
 use super::redact::redact_url;
 
 const PREFIX: &str = "SCONCE_";
@@ -32,6 +33,7 @@ pub(super) fn from_environment(
 ) -> [Layer; 2] {
     // Sorted, so that the order of problems does not change.
     let variables: BTreeMap<String, String> = environment.into_iter().collect();
+    let known = Known::of(tree);
     let mut amqp_url = Map::new();
     let mut sconce_variables = Map::new();
     for (name, text) in variables {
@@ -40,27 +42,17 @@ pub(super) fn from_environment(
             amqp_url.insert("broker.url".to_owned(), Value::new(Some(&origin), text));
             continue;
         }
-        let Some(setting) = name.strip_prefix(PREFIX) else {
-            continue;
-        };
         let is_kubernetes_service = KUBERNETES_SERVICE.iter().any(|prefix| name.starts_with(prefix));
-        if is_kubernetes_service || NOT_SETTINGS.contains(&name.as_str()) {
+        if !name.starts_with(PREFIX) || is_kubernetes_service || NOT_SETTINGS.contains(&name.as_str()) {
             continue;
         }
-        match SettingPath::from_variable(setting).map(|path| locate(path, tree)) {
-            Some(Ok(path)) => {
-                sconce_variables.insert(path, Value::new(Some(&origin), text));
+        match known.find(&name.to_uppercase(), variable, str::to_lowercase) {
+            Some(path) => drop(sconce_variables.insert(path, Value::new(Some(&origin), text))),
+            None => {
+                let lower = name.trim_start_matches(PREFIX).to_lowercase().replace("__", ".");
+                let expected = known.explain(&lower, variable);
+                problems.push(Problem::new(name, expected));
             }
-            Some(Err(mut problem)) => {
-                if let Some(meant) = same_but_underscores(setting, tree) {
-                    problem.expected = format!("unknown key; did you mean `{PREFIX}{meant}`?");
-                }
-                problems.push(problem.with_origin(origin));
-            }
-            None => problems.push(Problem::new(
-                name.as_str(),
-                "expected SCONCE_ and a setting, with `__` between levels: SCONCE_BROKER__URL",
-            )),
         }
     }
     [Layer::new(amqp_url), Layer::new(sconce_variables)]
@@ -68,22 +60,22 @@ pub(super) fn from_environment(
 
 /// Reads the flags. If two name the same setting, the later one wins. `tree` holds all settings of the lower layers.
 pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mut Vec<Problem>) -> Layer {
+    let known = Known::of(tree);
     let mut values = Map::new();
     for (written, text) in flags {
         // If the user forgot the path, `written` is the value, which may be an address with a password.
         let shown = redact_url(written);
         let origin = format!("flag --set {shown}");
-        match SettingPath::from_flag(written).map(|path| locate(path, tree)) {
-            Some(Ok(path)) => {
+        match known.find(written.trim(), dotted, str::to_owned) {
+            Some(path) => {
                 // A model's option may need its quotes: they tell a string from a number.
                 let text = if path.contains(".options.") { text } else { unquoted(text) };
                 values.insert(path, Value::new(Some(&origin), text));
             }
-            Some(Err(problem)) => problems.push(problem.with_origin(origin)),
-            None => problems.push(Problem::new(
-                format!("--set {shown}"),
-                "expected a setting's path, such as broker.url or pool[0].model",
-            )),
+            None => {
+                let expected = known.explain(&dotted(written), str::to_owned);
+                problems.push(Problem::new(format!("--set {shown}"), expected));
+            }
         }
     }
     Layer::new(values)
@@ -95,90 +87,94 @@ fn unquoted(text: &str) -> &str {
     inner.filter(|inner| !inner.contains(['"', '\\'])).unwrap_or(text)
 }
 
-/// Checks that the path leads to a single setting. Returns it in the syntax of the `config` crate.
-fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
-    let refuse = |expected: String| Err(Problem::new(path.to_string(), expected));
-    if is_model_option(path.steps(), tree) {
-        return Ok(path.to_string());
-    }
-    let mut value = tree;
-    for step in path.steps() {
-        value = match (step, &value.kind) {
-            (Step::Key(key), ValueKind::Table(table)) => match table.get(key) {
-                Some(value) => value,
-                None => return refuse(unknown_key(key, table.keys().map(String::as_str))),
-            },
-            (Step::Index(index), ValueKind::Array(items)) if holds_sections(items) => {
-                match items.get(*index) {
-                    Some(value) => value,
-                    None => return refuse(index_out_of_range(items.len())),
-                }
-            }
-            (Step::Key(_), ValueKind::Array(items)) if holds_sections(items) => {
-                return refuse("expected a number after the list's name: pool[0]".to_owned());
-            }
-            (_, ValueKind::Table(_)) => return refuse("expected a key, not a number".to_owned()),
-            _ => return refuse("no such setting: its parent is a single value".to_owned()),
-        };
-    }
-    match &value.kind {
-        ValueKind::Table(_) => refuse("expected one of the keys of this section".to_owned()),
-        ValueKind::Array(items) if holds_sections(items) || path.to_string() == "pool" => {
-            refuse("expected one of the keys of one pool, such as pool[0].model".to_owned())
-        }
-        _ => Ok(path.to_string()),
-    }
+/// The path of a setting with a dot before an index, too: `pool.0.model`.
+fn dotted(path: &str) -> String {
+    path.replace('[', ".").replace(']', "")
 }
 
-/// The variable, without the prefix, that differs from `written` only in its numbers of underscores. None if no setting
-/// has such a variable.
-fn same_but_underscores(written: &str, tree: &Value) -> Option<String> {
-    fn collect(name: String, value: &Value, all: &mut Vec<String>) {
-        let child_name = |level: &str| {
-            if name.is_empty() { level.to_uppercase() } else { format!("{name}__{}", level.to_uppercase()) }
-        };
+/// The name of a setting's variable.
+fn variable(path: &str) -> String {
+    format!("{PREFIX}{}", dotted(path).replace('.', "__").to_uppercase())
+}
+
+/// The settings that the lower layers have.
+struct Known {
+    /// Their paths, in the syntax of the `config` crate.
+    paths: BTreeSet<String>,
+    pools: usize,
+}
+
+impl Known {
+    fn of(tree: &Value) -> Self {
+        let mut known = Self { paths: BTreeSet::new(), pools: 0 };
+        known.collect("", tree);
+        known
+    }
+
+    fn collect(&mut self, path: &str, value: &Value) {
         match &value.kind {
             ValueKind::Table(table) => {
                 for (key, value) in table {
-                    collect(child_name(key), value, all);
+                    let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                    self.collect(&path, value);
                 }
             }
-            ValueKind::Array(items) if holds_sections(items) => {
-                for (index, value) in items.iter().enumerate() {
-                    collect(child_name(&index.to_string()), value, all);
+            ValueKind::Array(items) => {
+                for (index, item) in items.iter().enumerate() {
+                    if matches!(item.kind, ValueKind::Table(_)) {
+                        self.collect(&format!("{path}[{index}]"), item);
+                    }
+                }
+                if path == "pool" {
+                    self.pools = items.len();
+                } else {
+                    self.paths.insert(path.to_owned());
                 }
             }
-            _ => all.push(name),
+            _ => drop(self.paths.insert(path.to_owned())),
         }
     }
-    let with_single =
-        |name: &str| name.split('_').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_");
-    let mut all = Vec::new();
-    collect(String::new(), tree, &mut all);
-    let written = with_single(&written.to_uppercase());
-    all.into_iter().filter(|name| with_single(name) == written).min()
-}
 
-/// Whether the path is an option of a pool's model. Any name is accepted, because only the model knows its options.
-fn is_model_option(steps: &[Step], tree: &Value) -> bool {
-    let [Step::Key(pool), Step::Index(index), Step::Key(options), Step::Key(_)] = steps else { return false };
-    let pools = match &tree.kind {
-        ValueKind::Table(table) => table.get("pool"),
-        _ => None,
-    };
-    let has_index = |pools: &Value| matches!(&pools.kind, ValueKind::Array(items) if *index < items.len());
-    pool == "pool" && options == "options" && pools.is_some_and(has_index)
-}
+    /// The path of the setting that is `written` as `spell` spells it, or as its path. An option of a pool's model may
+    /// have any name, because only the model knows its options: `read_option` reads it.
+    fn find(
+        &self,
+        written: &str,
+        spell: fn(&str) -> String,
+        read_option: fn(&str) -> String,
+    ) -> Option<String> {
+        let is_meant = |path: &&String| **path == written || spell(path) == written;
+        let option = |pool: usize| {
+            let options = format!("pool[{pool}].options.");
+            let name = written.strip_prefix(&options).or_else(|| written.strip_prefix(&spell(&options)))?;
+            let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+            let is_name = !name.is_empty() && !name.contains("__") && name.chars().all(is_letter);
+            is_name.then(|| format!("{options}{}", read_option(name)))
+        };
+        let known = self.paths.iter().find(is_meant).cloned();
+        known.or_else(|| (0..self.pools).find_map(option))
+    }
 
-fn holds_sections(items: &[Value]) -> bool {
-    let is_table = |item: &Value| matches!(item.kind, ValueKind::Table(_));
-    items.first().is_some_and(is_table)
-}
-
-fn index_out_of_range(pools: usize) -> String {
-    match pools {
-        1 => "there is 1 pool, pool[0]; write further ones as [[pool]] in a file".to_owned(),
-        _ => format!("there are {pools} pools, counted from 0; write further ones in a file"),
+    /// Why no setting was found, and which one was probably meant, as `spell` spells it. `written` has dots between its
+    /// levels, as in `pool.0.model`.
+    fn explain(&self, written: &str, spell: fn(&str) -> String) -> String {
+        let pool =
+            written.strip_prefix("pool.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        if pool.is_some_and(|pool| pool >= self.pools) {
+            return match self.pools {
+                1 => "there is 1 pool, pool[0]; write further ones as [[pool]] in a file".to_owned(),
+                pools => format!("there are {pools} pools, counted from 0; write further ones in a file"),
+            };
+        }
+        let letters = |name: &str| name.replace(['.', '_'], "");
+        let by_name: BTreeMap<String, &String> = self.paths.iter().map(|path| (dotted(path), path)).collect();
+        let names = || by_name.keys().map(String::as_str);
+        let meant =
+            names().find(|name| letters(name) == letters(written)).or_else(|| nearest(written, names()));
+        match meant.and_then(|name| by_name.get(name)) {
+            Some(path) => format!("no such setting; did you mean `{}`?", spell(path)),
+            None => "no such setting; `sconce check-config` lists all".to_owned(),
+        }
     }
 }
 
@@ -232,20 +228,20 @@ mod tests {
     #[test]
     fn a_variable_that_names_no_setting_is_refused() {
         for (name, complaint) in [
-            ("SCONCE_BROKR__URL", "brokr.url: unknown key; did you mean `broker`?"),
-            ("SCONCE_POOL__1__MODEL", "pool[1].model: there is 1 pool"),
-            ("SCONCE_POOL__MODEL", "pool.model: expected a number"),
-            ("SCONCE_POOL", "pool: expected one of the keys"),
-            ("SCONCE_BROKER", "broker: expected one of the keys"),
-            ("SCONCE_BROKER__0", "broker[0]: expected a key"),
-            ("SCONCE_BROKER__URL__X", "broker.url.x: no such setting"),
-            ("SCONCE_", "SCONCE_: expected SCONCE_ and a setting"),
+            ("SCONCE_BROKR__URL", "no such setting; did you mean `SCONCE_BROKER__URL`?"),
+            ("SCONCE_POOL__1__MODEL", "there is 1 pool"),
+            ("SCONCE_POOL__MODEL", "no such setting; did you mean `SCONCE_POOL__0__MODEL`?"),
+            ("SCONCE_POOL", "no such setting; `sconce check-config` lists all"),
+            ("SCONCE_BROKER", "no such setting"),
+            ("SCONCE_BROKER__0", "no such setting"),
+            ("SCONCE_BROKER__URL__X", "no such setting; did you mean `SCONCE_BROKER__URL`?"),
+            ("SCONCE_", "no such setting"),
         ] {
             let (_, set, problems) = environment(&[(name, "hunter2")]);
             assert!(set.is_empty());
             assert_eq!(problems.len(), 1, "{name}");
-            assert!(problems[0].starts_with(complaint), "{}", problems[0]);
-            assert!(problems[0].contains(name) && !problems[0].contains("hunter2"));
+            assert!(problems[0].starts_with(&format!("{name}: {complaint}")), "{}", problems[0]);
+            assert!(!problems[0].contains("hunter2"));
         }
     }
 
@@ -288,10 +284,22 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_flag_is_refused() {
-        let mut problems = Vec::new();
-        from_flags(&[("pool[".to_owned(), "x".to_owned())], &tree(), &mut problems);
-        assert!(problems[0].to_string().starts_with("--set pool[: expected a setting's path"));
+    fn a_malformed_or_unknown_path_of_a_flag_is_refused() {
+        for (written, complaint) in [
+            ("", "no such setting"),
+            ("pool[", "no such setting"),
+            ("pool[0]model", "no such setting; did you mean `pool[0].model`?"),
+            ("pool[x].model", "no such setting; did you mean `pool[0].model`?"),
+            ("pool[0].options.", "no such setting"),
+            ("pool[0].options.a b", "no such setting"),
+            ("brokr.url", "no such setting; did you mean `broker.url`?"),
+            ("pool[7].model", "there is 1 pool"),
+        ] {
+            let mut problems = Vec::new();
+            from_flags(&[(written.to_owned(), "x".to_owned())], &tree(), &mut problems);
+            let said = problems[0].to_string();
+            assert!(said.starts_with(&format!("--set {written}: {complaint}")), "{said}");
+        }
     }
 
     #[test]

@@ -117,8 +117,9 @@ section! {
         /// A larger reply is sent on its own channel, so that its refusal affects no other reply.
         large_reply: u64 = "1MiB", read::size(BODY_SIZE);
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a class in Python
-        /// ("python:shop.models:Embedder", "python:./embedder.py:Embedder"), a model of your own (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
-        /// docs/requests.md). A value that begins with ".", "/" or "~", or ends with ".gguf", is a folder or a GGUF
+        /// ("python:shop.models:Embedder", "python:./embedder.py:Embedder"; docs/python-models.md), a model of your own
+        /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
+        /// docs/protocol.md). A value that begins with ".", "/" or "~", or ends with ".gguf", is a folder or a GGUF
         /// file. Any other value is a folder if there is one, else a Hugging Face id. A folder is relative to the
         /// settings file that names it; from a flag or a variable, to the current folder. For this default,
         /// models/all-MiniLM-L6-v2 in the current folder is taken first (scripts/fetch-model puts it there).
@@ -144,7 +145,7 @@ section! {
         /// whose results stay close to those in f32 on the worker's device. In f32 results equal the published
         /// model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply only to the
         /// matrices of linear layers, and f16 is slow. int8 is for CPUs only, where it is faster with AVX2, VNNI or
-        /// AMX (docs/performance.md).
+        /// AMX (docs/settings.md).
         dtype: DtypeSetting = "f32", read::choice(&DtypeSetting::ALL);
         /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512",
         /// "avx2-vnni", "avx2" or "none". With the same value on all hosts, other than "auto", results in f32 are bitwise equal on all of
@@ -172,7 +173,7 @@ section! {
         max_body: u64 = "8MiB", read::size(BODY_SIZE);
         /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
-        /// Prefixes of the URLs that tasks may give instead of a file (docs/requests.md#files-by-url). Each prefix has
+        /// Prefixes of the URLs that tasks may give instead of a file (docs/protocol.md#files-by-url). Each prefix has
         /// a scheme (file, https, http, s3), a host with its port, and a path that ends with "/". A host with a
         /// private address, such as 10.0.0.5, needs `{ url = "…", private = true }`. With [], tasks may give no URLs.
         allowed_sources: Vec<AllowedSource> = [], read::sources;

@@ -56,8 +56,6 @@ struct State<P: Processor> {
     isolated: Option<Group>,
     /// The value of `isolated` that the loop has read last.
     known_isolated: Option<Group>,
-    /// New bounds that the loop has not read yet.
-    policy: Option<Policy>,
     is_asleep: bool,
     is_closed: bool,
 }
@@ -69,10 +67,9 @@ struct Arrived<P: Processor> {
 }
 
 impl<P: Processor> SequenceQueue<P> {
-    pub(super) fn new(capacity: Capacity, policy: Policy, waker: Waker) -> Self {
-        let (arrived, policy) = (Vec::new(), Some(policy));
+    pub(super) fn new(capacity: Capacity, waker: Waker) -> Self {
         let (isolated, known_isolated, is_asleep, is_closed) = (None, None, false, false);
-        let state = State { arrived, isolated, known_isolated, policy, is_asleep, is_closed };
+        let state = State { arrived: Vec::new(), isolated, known_isolated, is_asleep, is_closed };
         Self { capacity, state: Mutex::new(state), waker, average_step_us: AtomicU64::new(0) }
     }
 
@@ -89,7 +86,7 @@ impl<P: Processor> SequenceQueue<P> {
     /// the loop must not sleep.
     fn sleep(&self) -> bool {
         let mut state = self.state.lock();
-        let is_unchanged = state.policy.is_none() && state.isolated == state.known_isolated;
+        let is_unchanged = state.isolated == state.known_isolated;
         state.is_asleep = state.arrived.is_empty() && is_unchanged && !state.is_closed;
         state.is_asleep
     }
@@ -102,10 +99,6 @@ impl<P: Processor> Queue<P> for SequenceQueue<P> {
 
     /// Nothing to do: this loop never waits for further sequences.
     fn expect(&self, _: Expect) {}
-
-    fn set_policy(&self, policy: Policy) {
-        self.change(|state| state.policy = Some(policy));
-    }
 
     fn isolate(&self, isolated: Option<Group>) {
         self.change(|state| state.isolated = isolated);
@@ -243,8 +236,6 @@ type Results<G> =
 pub(super) struct Continuous<P: Processor, G: Generate> {
     network: G,
     queue: Arc<SequenceQueue<P>>,
-    /// The model's defaults for encoding windows.
-    encoding: Encoding,
     scheduler: Scheduler<Key>,
     /// Decides how many tokens of a step fit in the device's memory.
     sizing: Sizing,
@@ -291,18 +282,27 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
     pub(super) fn new(
         network: G,
         queue: Arc<SequenceQueue<P>>,
+        policy: Policy,
         observer: Box<dyn Observer>,
         notices: Notices,
     ) -> Self {
-        let encoding = network.encoding();
+        let (defaults, capacity) = (network.encoding(), queue.capacity);
+        let encoding = Encoding {
+            interval: policy.encode_interval.unwrap_or(defaults.interval).max(1),
+            batch: policy.encode_batch.unwrap_or(defaults.batch).max(1),
+        };
+        let limits = Limits {
+            sequences: capacity.sequences.min(policy.max_requests),
+            reserved_tokens: capacity.tokens,
+            step_tokens: policy.max_tokens,
+            encoding,
+        };
         Self {
             network,
             queue,
-            encoding,
-            // Placeholders until the first turn reads the policy.
-            scheduler: Scheduler::new(Limits { sequences: 1, reserved_tokens: 0, step_tokens: 1, encoding }),
-            sizing: Sizing::new(1, Unit::Tokens),
-            encode_sizing: Sizing::new(1, Unit::Windows),
+            scheduler: Scheduler::new(limits),
+            sizing: Sizing::new(policy.max_tokens, Unit::Tokens),
+            encode_sizing: Sizing::new(encoding.batch, Unit::Windows),
             pace: PromptPace::new(),
             sequences: BTreeMap::new(),
             last_key: 0,
@@ -350,35 +350,15 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
         self.compute_probe(Slot(slot)).map(drop).map_err(|failure| format!("{failure} (after: {error})"))
     }
 
-    /// Applies new bounds of batches.
-    fn apply(&mut self, policy: Policy) {
-        let Capacity { sequences, tokens, .. } = self.queue.capacity;
-        let encoding = Encoding {
-            interval: policy.encode_interval.unwrap_or(self.encoding.interval).max(1),
-            batch: policy.encode_batch.unwrap_or(self.encoding.batch).max(1),
-        };
-        self.sizing = Sizing::new(policy.max_tokens, Unit::Tokens);
-        self.encode_sizing = Sizing::new(encoding.batch, Unit::Windows);
-        self.scheduler.set_limits(Limits {
-            sequences: sequences.min(policy.max_requests),
-            reserved_tokens: tokens,
-            step_tokens: policy.max_tokens,
-            encoding,
-        });
-    }
-
-    /// Takes new sequences and settings from the queue. Returns the group that runs alone, if one does.
+    /// Takes new sequences from the queue. Returns the group that runs alone, if one does.
     fn take_arrivals(&mut self) -> Option<Group> {
         let queue = self.queue.clone();
         let mut state = queue.state.lock();
         state.is_asleep = false;
         let arrived = mem::take(&mut state.arrived);
-        let (policy, isolated) = (state.policy.take(), state.isolated);
+        let isolated = state.isolated;
         state.known_isolated = isolated;
         drop(state);
-        if let Some(policy) = policy {
-            self.apply(policy);
-        }
         let time = now();
         for Arrived { item, group } in arrived {
             let request = Request {

@@ -17,7 +17,7 @@ use super::reply::{BRIEF_PARTS, MAX_PIECES, Reply};
 use super::{
     Completion, Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Unwritten, now,
 };
-use crate::batching::{Group, Policy};
+use crate::batching::Group;
 use crate::model::{
     Announced, Body, Effort, FileUrl, Files, Inputs, Later, Message, Processor, Route, SizedInput, Slices,
     Streaming, TaskError,
@@ -58,8 +58,6 @@ pub(super) trait Queue<P: Processor>: Send + Sync {
     fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>);
     /// As [`Engine::expect`](super::Engine::expect).
     fn expect(&self, one: Expect);
-    /// As [`Engine::set_policy`](super::Engine::set_policy).
-    fn set_policy(&self, policy: Policy);
     /// As [`Engine::isolate`](super::Engine::isolate).
     fn isolate(&self, isolated: Option<Group>);
     /// Refuses inputs that this model can never compute.
@@ -215,10 +213,6 @@ impl<P: Processor> super::Engine for Handle<P> {
 
     fn expect(&self, one: Expect) {
         self.0.queue.expect(one);
-    }
-
-    fn set_policy(&self, policy: Policy) {
-        self.0.queue.set_policy(policy);
     }
 
     fn isolate(&self, isolated: Option<Group>) {
@@ -715,7 +709,6 @@ mod tests {
             self.0.lock().extend(items);
         }
         fn expect(&self, _: Expect) {}
-        fn set_policy(&self, _: Policy) {}
         fn isolate(&self, _: Option<Group>) {}
         fn check(&self, inputs: &[SizedInput<u32>]) -> Result<(), TaskError> {
             let bad = inputs.iter().any(|sized| sized.input == 9);

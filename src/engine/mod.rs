@@ -84,9 +84,6 @@ pub trait Engine: Send + Sync {
     /// waits for them before it computes an incomplete batch, for at most `max_delay`.
     fn expect(&self, one: Expect);
 
-    /// Changes the bounds of batches. The new bounds also apply to inputs that already wait.
-    fn set_policy(&self, policy: Policy);
-
     /// Isolates a group: from now on, only jobs that were enqueued with this group are computed. None: all jobs are
     /// computed again.
     fn isolate(&self, isolated: Option<Group>);

@@ -184,17 +184,6 @@ impl<P: Processor> Queue<P> for WaitingInputs<P> {
         }
     }
 
-    fn set_policy(&self, policy: Policy) {
-        let Policy { max_tokens, max_requests, max_delay, .. } = policy;
-        let max_delay_ms = max_delay.as_secs_f64() * 1e3;
-        tracing::info!(max_tokens, max_requests, max_delay_ms, "batches have other bounds from now on");
-        self.change(|state| {
-            state.sizing = Sizing::new(max_tokens, Unit::Tokens);
-            state.ordinary.set_policy(policy);
-            state.isolated.set_policy(policy);
-        });
-    }
-
     fn isolate(&self, isolated: Option<Group>) {
         let now = now();
         self.change(|state| {

@@ -144,8 +144,8 @@ where
         let probe = Probe::of(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let capacity = network.capacity();
         let capacity = probe.as_ref().map_or(capacity, |probe| probe.subtract_from(capacity));
-        let queue = Arc::new(SequenceQueue::new(capacity, policy, waker));
-        let mut model_loop = Continuous::new(network, queue.clone(), observer, notices);
+        let queue = Arc::new(SequenceQueue::new(capacity, waker));
+        let mut model_loop = Continuous::new(network, queue.clone(), policy, observer, notices);
         if let Some(probe) = probe {
             model_loop.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
         }

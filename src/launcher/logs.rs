@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value};
 
 use crate::protocol::control::{CrashTail, QUEUE_MADE};
-use crate::protocol::shorten;
+use crate::protocol::{printable, shorten};
 use crate::shutdown::Exit;
 
 /// Writes a JSON line unchanged.
@@ -72,32 +72,12 @@ pub(super) fn forward_line(slot: &str, line: &str, raw: Option<RawLines>, logged
     message
 }
 
-/// The same line, with the slot after its message. The slot is inserted into the text, so that the order of keys is
-/// kept.
+/// The same line, with the slot as the first of its fields. Nothing else changes, not even the order of keys.
 fn with_slot(line: &str, slot: &str) -> String {
     const FIELDS: &str = "\"fields\":{";
-    const MESSAGE: &str = "\"message\":\"";
-    let Some(begin) = line.find(FIELDS).map(|index| index + FIELDS.len()) else { return line.to_owned() };
-    let slot = format!("\"slot\":{}", Value::from(slot));
-    let (head, fields) = line.split_at(begin);
-    let message_end = fields.strip_prefix(MESSAGE).and_then(end_of_string).map(|end| MESSAGE.len() + end);
-    match message_end {
-        Some(end) => format!("{head}{},{slot}{}", &fields[..end], &fields[end..]),
-        None if fields.starts_with('}') => format!("{head}{slot}{fields}"),
-        None => format!("{head}{slot},{fields}"),
-    }
-}
-
-/// The end of a JSON string, after its closing quote. `text` begins after the opening one.
-fn end_of_string(text: &str) -> Option<usize> {
-    let mut is_escaped = false;
-    text.bytes()
-        .position(|byte| {
-            let ends = byte == b'"' && !is_escaped;
-            is_escaped = byte == b'\\' && !is_escaped;
-            ends
-        })
-        .map(|index| index + 1)
+    let Some((head, fields)) = line.split_once(FIELDS) else { return line.to_owned() };
+    let comma = if fields.starts_with('}') { "" } else { "," };
+    format!("{head}{FIELDS}\"slot\":{}{comma}{fields}", Value::from(slot))
 }
 
 /// The message of a line, followed by the other fields as `name=value`.
@@ -105,7 +85,9 @@ fn message(log: &Map<String, Value>) -> String {
     let fields = log.get("fields").and_then(Value::as_object);
     let mut message =
         fields.and_then(|it| it.get("message")).and_then(Value::as_str).unwrap_or_default().to_owned();
-    for (name, value) in fields.into_iter().flatten().filter(|(name, _)| *name != "message") {
+    // A line of a library that logs with the crate `log` has fields with its target and place in the source.
+    let is_shown = |name: &str| name != "message" && !name.starts_with("log.");
+    for (name, value) in fields.into_iter().flatten().filter(|(name, _)| is_shown(name)) {
         message.push_str(&match value {
             Value::String(text) => format!(" {name}={text:?}"),
             other => format!(" {name}={other}"),
@@ -129,8 +111,7 @@ impl LogTail {
             self.0.pop_front();
         }
         // The tail is sent as JSON, in which a control character takes six bytes, such as `\u0000`.
-        let plain: String = line.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-        self.0.push_back(shorten(&plain, MAX_LINE_BYTES));
+        self.0.push_back(shorten(&printable(line), MAX_LINE_BYTES));
     }
 
     /// These lines, and how the process ended.
@@ -180,11 +161,11 @@ mod tests {
     }
 
     #[test]
-    fn the_slot_is_inserted_after_the_message_and_nothing_else_changes() {
+    fn the_slot_is_inserted_before_the_message_and_nothing_else_changes() {
         for (line, expected) in [
             (
                 r#"{"level":"INFO","fields":{"message":"a \"b\\","x":1},"target":"t"}"#,
-                r#"{"level":"INFO","fields":{"message":"a \"b\\","slot":"e/0","x":1},"target":"t"}"#,
+                r#"{"level":"INFO","fields":{"slot":"e/0","message":"a \"b\\","x":1},"target":"t"}"#,
             ),
             (r#"{"fields":{"x":1}}"#, r#"{"fields":{"slot":"e/0","x":1}}"#),
             (r#"{"fields":{}}"#, r#"{"fields":{"slot":"e/0"}}"#),

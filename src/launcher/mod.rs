@@ -12,7 +12,7 @@
 //! | `worker_handle` | one worker process, from its spawn to its end |
 //! | `worker_monitor` | what a worker reports, and what its death means |
 //! | `fault` | the name of the reason for a worker's end |
-//! | `health` | which devices have failed, by the reports of the driver |
+//! | `device_health` | which devices have failed, by the reports of the driver |
 //! | `termination` | how a worker is ended, step by step |
 //! | `child` | how a worker process is spawned, and how its pipes are used |
 //! | `guard` | which workers are killed once the launcher is gone |
@@ -27,11 +27,11 @@
 
 mod child;
 mod crash_records;
+mod device_health;
 mod fault;
 mod fleet;
 pub mod gpus;
 mod guard;
-mod health;
 mod logs;
 mod name;
 mod oom;
@@ -120,7 +120,7 @@ struct LauncherContext {
     policy: watch::Receiver<config::Launcher>,
     stop: Stop,
     crash_records: CrashRegister,
-    health: Arc<health::Health>,
+    device_health: Arc<device_health::DeviceHealth>,
     board: Arc<StatusBoard>,
     /// Has one permit, so that only one slot at a time replaces its worker.
     replacement_turn: Arc<Semaphore>,
@@ -186,13 +186,13 @@ impl PreparedLauncher {
         let crash_records = CrashRegister::new(policy.borrow().poison_deaths);
         let (program, stop) = (worker_program.to_owned(), stop.clone());
         let guard = Arc::new(Guard::new(guard_program.map(Path::to_owned), policy.clone()));
-        let health = Arc::default();
+        let device_health = Arc::default();
         let context = LauncherContext {
             program,
             policy,
             stop,
             crash_records,
-            health,
+            device_health,
             board,
             replacement_turn: Arc::new(Semaphore::new(1)),
             raw_lines,

@@ -15,7 +15,6 @@ use super::worker_handle::{WorkerEvent, WorkerHandle};
 use super::worker_monitor::WorkerExit;
 use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
-use crate::protocol::control::BatchChange;
 
 /// For this time after a failed replacement, the slot's worker is not recycled.
 const RETRY_AFTER: Duration = Duration::from_secs(300);
@@ -121,11 +120,7 @@ impl Slot {
         successor: &mut Option<Successor>,
     ) {
         let crash_records = self.context.crash_records.subscribe().borrow().clone();
-        let mut overrides = self.overrides.clone();
-        if assignment != self.assignment {
-            overrides.batch = BatchChange::default();
-        }
-        match WorkerHandle::spawn(&self.context, assignment, crash_records, &overrides, true).await {
+        match WorkerHandle::spawn(&self.context, assignment, crash_records, &self.overrides, true).await {
             Ok(mut worker) => {
                 worker.monitor.on_probation = true;
                 *successor = Some(Successor { worker, replacement });

@@ -8,7 +8,7 @@ use crate::protocol::control::Unfit;
 use crate::shutdown::Exit;
 
 /// How a worker process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Death {
     /// The exit, if its status is a known exit code.
     pub exit: Option<Exit>,

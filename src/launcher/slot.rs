@@ -183,14 +183,6 @@ impl Slot {
                 self.overrides.paused = false;
                 "resuming"
             }
-            Request::SetBatch(change) => {
-                self.overrides.batch = change.over(self.overrides.batch);
-                let (batch, board) = (self.overrides.batch, &self.context.board);
-                board.change(&self.assignment.slot, |entry| {
-                    entry.report.batch = batch.over(entry.report.batch)
-                });
-                "batches have other bounds"
-            }
             Request::LogLevel { filter } => {
                 self.overrides.log_filter = Some(filter.clone());
                 "logging by another filter"
@@ -314,7 +306,6 @@ impl Slot {
                 }
                 Command::Resume
             }
-            Request::SetBatch(change) => Command::SetBatch(change),
             Request::LogLevel { filter } => Command::LogLevel { filter },
             // An operator's cancellation of a task by its id is answered when the worker has reported the result. All
             // others wait for no worker.
@@ -339,10 +330,7 @@ impl Slot {
                 return;
             }
         };
-        current.send(&command).await;
-        if let Some(next) = successor.as_mut().filter(|next| next.accepts(&command, &self.assignment)) {
-            next.worker.send(&command).await;
-        }
+        send_both(current, successor, &command).await;
         drop(answer.send(Ok(outcome.into())));
     }
 

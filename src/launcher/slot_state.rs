@@ -14,7 +14,6 @@ use super::restart::RestartReason;
 use super::worker_handle::{Overrides, WorkerHandle};
 use crate::config::Assignment;
 use crate::protocol::admin::State;
-use crate::protocol::control::{BatchChange, Command};
 use crate::shutdown::Exit;
 
 /// How a slot ended.
@@ -83,8 +82,6 @@ impl Slot {
     pub(super) fn set_assignment(&mut self, assignment: Assignment) {
         self.context.board.assign(&assignment);
         self.assignment = assignment;
-        // Batch limits that an order has set do not outlast the settings that they changed.
-        self.overrides.batch = BatchChange::default();
     }
 
     pub(super) fn show(&self, state: State) {
@@ -155,14 +152,6 @@ impl Replacement {
 pub(super) struct Successor {
     pub(super) worker: WorkerHandle,
     pub(super) replacement: Replacement,
-}
-
-impl Successor {
-    /// Whether a command for the current worker is also sent to the successor. Batch limits are not sent to a successor
-    /// with other settings.
-    pub(super) fn accepts(&self, command: &Command, assignment: &Assignment) -> bool {
-        !matches!(command, Command::SetBatch(_)) || self.worker.assignment == *assignment
-    }
 }
 
 /// New settings that still have to prove themselves: the next worker must become ready with them.

@@ -9,8 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use parking_lot::Mutex;
 
 use crate::config::Assignment;
-use crate::protocol::admin::{SlotReport, State};
-use crate::protocol::control::BatchChange;
+use crate::protocol::admin::{BatchBounds, SlotReport, State};
 use crate::protocol::stats::WorkerState;
 
 /// The status of all slots, and the time since the launcher's start.
@@ -186,9 +185,9 @@ impl Entry {
 }
 
 /// The bounds of batches in an assignment.
-fn batch_bounds(assignment: &Assignment) -> BatchChange {
+fn batch_bounds(assignment: &Assignment) -> BatchBounds {
     let batch = &assignment.pool.batch;
-    BatchChange {
+    BatchBounds {
         max_tokens: Some(assignment.max_tokens()),
         max_requests: Some(batch.max_requests),
         max_delay_ms: Some(batch.max_delay.as_secs_f64() * 1e3),

@@ -13,15 +13,15 @@ use tokio::time::sleep_until;
 
 use super::LauncherContext;
 use super::child::{ChildEvent, WorkerProcess};
+use super::device_health::DeviceWatch;
 use super::gpus::device_fault::DeviceFault;
-use super::health::DeviceWatch;
 use super::logs::forward_line;
 use super::oom;
 use super::order::{Done, Outcome};
 use super::termination::Step;
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
-use crate::protocol::control::{BatchChange, Cancellation, Command, CrashRecord, Event, decode};
+use crate::protocol::control::{Cancellation, Command, CrashRecord, Event, decode};
 use crate::shutdown::{Exit, Phase};
 
 /// A killed worker that has not ended after this time is killed again.
@@ -31,7 +31,6 @@ const KILL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, Default)]
 pub(super) struct Overrides {
     pub(super) paused: bool,
-    pub(super) batch: BatchChange,
     pub(super) log_filter: Option<String>,
 }
 
@@ -94,10 +93,10 @@ impl WorkerHandle {
         overrides: &Overrides,
         is_successor: bool,
     ) -> Result<Self, Refusal> {
-        context.health.start_listening(&assignment.device);
+        context.device_health.start_listening(&assignment.device);
         // Subscribes before the driver's state is read, so that no later fault is missed.
-        let device_watch = context.health.device_watch(&assignment.device);
-        if let Some(device_fault) = context.health.blocking_fault(&assignment.device) {
+        let device_watch = context.device_health.device_watch(&assignment.device);
+        if let Some(device_fault) = context.device_health.blocking_fault(&assignment.device) {
             return Err(Refusal::Device(device_fault));
         }
         let sharers = context.board.slots_on(&assignment.device) + usize::from(is_successor);
@@ -117,9 +116,6 @@ impl WorkerHandle {
             let program = context.program.display().to_string();
             Refusal::Spawn { program, error }
         })?;
-        if overrides.batch != BatchChange::default() {
-            process.send(&Command::SetBatch(overrides.batch)).await;
-        }
         if let Some(filter) = &overrides.log_filter {
             process.send(&Command::LogLevel { filter: filter.clone() }).await;
         }

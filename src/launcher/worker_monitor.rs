@@ -101,20 +101,11 @@ pub(super) struct WorkerExit {
 
 impl WorkerMonitor {
     pub(super) fn new(suspects: Option<SuspectTasks>) -> Self {
-        let death = Death {
-            exit: None,
-            was_ready: false,
-            lived: Duration::ZERO,
-            worked: false,
-            broker_reached: false,
-            is_lasting: false,
-            has_loaded: false,
-        };
         Self {
             ready_at: None,
             dtype: String::new(),
             assumptions: Vec::new(),
-            death,
+            death: Death::default(),
             found_poison: false,
             suspects,
             on_device: Vec::new(),
@@ -322,7 +313,7 @@ impl WorkerMonitor {
         if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);
         }
-        let recent_event = context.health.recent_event(&assignment.device);
+        let recent_event = context.device_health.recent_event(&assignment.device);
         let (reason, message) = self.circumstances.reason(&self.death, status, recent_event.as_ref());
         // An uncorrectable memory error is never a task's fault. Other events on the device may be.
         is_device_fault |= reason == RestartReason::Ecc;

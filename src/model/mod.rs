@@ -161,12 +161,12 @@ impl<I> Inputs<I> {
 /// A preprocessed task: the context for [`Processor::finish`], and its inputs.
 pub type Preprocessed<P> = (<P as Processor>::Context, Inputs<<P as Processor>::Input>);
 
-/// How long the preprocessing of a message may take, judged by the size that the message has or declares.
+/// How long the preprocessing of a message may take, judged by the message alone, before anything is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
-    /// Less than a millisecond. A worker with one preprocess thread does such work on the thread that talks to the
-    /// broker, which saves waking another. Decoders and templates are never brief: a few bytes can keep them busy for
-    /// long.
+    /// About a millisecond at most, for any content. A worker with one preprocess thread does such work on the thread
+    /// that talks to the broker, which saves waking another. Decoders and templates are never brief: a few bytes can keep
+    /// them busy for long.
     Brief,
     /// About ten milliseconds at most, or slices that each take as long. Use [`Inputs::Later`] for what takes longer.
     Usual,

@@ -563,10 +563,10 @@ fn with_commas(number: u64) -> String {
     groups.join(",")
 }
 
-/// The table in the docs, written by `make default-settings`: the options of all families whose models are loaded from
-/// files.
-fn options_table() -> String {
-    let mut table = "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned();
+/// The list in the docs, written by `make default-settings`: the options of all families whose models are loaded from
+/// files. An option that is the same in several families has one item.
+fn options_list() -> String {
+    let mut rows: Vec<(String, Vec<String>, String)> = Vec::new();
     for family in families().iter().filter(|family| matches!(family.serves, Serves::Files(_))) {
         let takes_images =
             |route: &Route| route.media_types.iter().any(|media_type| media_type.starts_with("image/"));
@@ -593,13 +593,17 @@ fn options_table() -> String {
                     value => value.as_u64().map_or_else(|| value.to_string(), with_commas),
                 },
             };
-            table += &format!(
-                "| `{}` | {family_column} | {values} | {default} | {} |\n",
-                option.name, option.help
-            );
+            let name = format!("`{}`", option.name);
+            let rest = format!("{values}; default {default}: {}", option.help);
+            match rows.iter_mut().find(|row| row.0 == name && row.2 == rest) {
+                Some(row) => row.1.push(family_column.clone()),
+                None => rows.push((name, vec![family_column.clone()], rest)),
+            }
         }
     }
-    table
+    let items =
+        rows.iter().map(|(name, families, rest)| format!("- {name} ({}): {rest}\n", families.join("; ")));
+    items.collect()
 }
 
 #[test]
@@ -609,7 +613,7 @@ fn the_docs_list_the_options_of_every_family() {
     let [begin, end] = ["<!-- options, made by `make default-settings` -->\n", "<!-- end -->\n"];
     let (before, rest) = text.split_once(begin).unwrap();
     let (_, after) = rest.split_once(end).unwrap();
-    let updated = format!("{before}{begin}{}{end}{after}", options_table());
+    let updated = format!("{before}{begin}{}{end}{after}", options_list());
     if std::env::var_os("WRITE_DEFAULT_SETTINGS").is_some() {
         std::fs::write(&path, &updated).unwrap();
     }

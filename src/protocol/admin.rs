@@ -8,7 +8,7 @@ use std::time::UNIX_EPOCH;
 use serde::{Deserialize, Serialize};
 
 use super::Properties;
-use super::control::{BatchChange, Cancellation};
+use super::control::Cancellation;
 use super::stats::Stats;
 use super::task::published_in;
 
@@ -32,8 +32,6 @@ pub enum Request {
     Shutdown,
     /// Finish accepted tasks, end the worker, start a new one. This also starts a worker in a quarantined slot.
     Restart,
-    /// Change the bounds of batches, until the settings are loaded again.
-    SetBatch(BatchChange),
     /// Change the log filter, until the launcher ends.
     LogLevel {
         /// As in `SCONCE_LOG`.
@@ -171,6 +169,18 @@ impl State {
     }
 }
 
+/// The bounds of a pool's batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BatchBounds {
+    /// Maximum number of tokens of a batch.
+    pub max_tokens: Option<usize>,
+    /// Maximum number of inputs of a batch.
+    pub max_requests: Option<usize>,
+    /// Longest time that an idle device waits for a batch to fill, in milliseconds.
+    pub max_delay_ms: Option<f64>,
+}
+
 /// One slot, as its launcher sees it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -201,7 +211,7 @@ pub struct SlotReport {
     /// When its worker became ready, in milliseconds since 1970.
     pub ready_at_ms: Option<u64>,
     /// Bounds of its batches.
-    pub batch: BatchChange,
+    pub batch: BatchBounds,
     /// Ids of the tasks on its device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub active: Vec<String>,
@@ -288,10 +298,6 @@ mod tests {
     fn requests_are_plain_json() {
         for (json, request) in [
             (r#"{"command":"ping"}"#, Request::Ping),
-            (
-                r#"{"command":"set-batch","max_tokens":64}"#,
-                Request::SetBatch(BatchChange { max_tokens: Some(64), ..BatchChange::default() }),
-            ),
             (r#"{"command":"log-level","filter":"debug"}"#, Request::LogLevel { filter: "debug".into() }),
         ] {
             assert_eq!(serde_json::from_str::<Request>(json).unwrap(), request);

@@ -16,7 +16,7 @@ const MAX_PROMPT_BYTES: usize = 4_096;
 /// The default of `max_new_tokens`: the length of captions in the generation settings of published models.
 const DEFAULT_MAX_TOKENS: usize = 20;
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "image_url", "input", "inputs", "max_new_tokens", "model", "parameters", "prompt";
     "stream" = "false"
 };
@@ -78,10 +78,7 @@ impl CaptionRequest {
 
     fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = match fields.get("parameters") {
-            Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         let in_parameters = parameters.as_ref();
         let prompt = match fields.get("prompt").or_else(|| in_parameters?.get("prompt")) {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::error::Category;
 
 use super::stats::Stats;
-use super::{Task, shorten};
+use super::{Task, printable, shorten};
 
 /// Longest line that is read, in bytes. The longest line that is written is `start`, which holds the settings.
 pub const MAX_LINE: usize = 1 << 20;
@@ -44,8 +44,6 @@ pub enum Command {
     Pause,
     /// Consume again.
     Resume,
-    /// Change the bounds of batches.
-    SetBatch(BatchChange),
     /// Change the log filter.
     LogLevel {
         /// As in `SCONCE_LOG`.
@@ -69,39 +67,6 @@ pub enum Command {
     Drain,
     /// Exit now.
     Abort,
-}
-
-/// New bounds of batches. Bounds that are absent do not change.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct BatchChange {
-    /// Maximum number of tokens of a batch.
-    pub max_tokens: Option<usize>,
-    /// Maximum number of inputs of a batch.
-    pub max_requests: Option<usize>,
-    /// Longest time that an idle device waits for a batch to fill, in milliseconds.
-    pub max_delay_ms: Option<f64>,
-}
-
-impl BatchChange {
-    /// This change, with absent bounds taken from `before`.
-    #[must_use]
-    pub fn over(self, before: Self) -> Self {
-        Self {
-            max_tokens: self.max_tokens.or(before.max_tokens),
-            max_requests: self.max_requests.or(before.max_requests),
-            max_delay_ms: self.max_delay_ms.or(before.max_delay_ms),
-        }
-    }
-
-    /// An error message if a bound is invalid. The limits are the same as in the settings.
-    pub fn problem(&self) -> Option<String> {
-        if self.max_tokens == Some(0) || self.max_requests == Some(0) {
-            return Some("max_tokens and max_requests: expected whole numbers from 1".to_owned());
-        }
-        let delay = self.max_delay_ms.filter(|ms| !(0.0..=MAX_DELAY_MS).contains(ms))?;
-        Some(format!("max_delay_ms = {delay}: expected 0 to {MAX_DELAY_MS} ms"))
-    }
 }
 
 /// The log message of a worker that has declared a queue. Workers that start together may all write it; their launcher
@@ -180,9 +145,6 @@ impl Cancellation {
         }
     }
 }
-
-/// The limit of `batch.max_delay` in the settings, in milliseconds.
-const MAX_DELAY_MS: f64 = 60_000.0;
 
 /// A worker's events for its launcher.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -299,7 +261,7 @@ pub struct TaskName {
 impl TaskName {
     /// The name of `task`. The id is shortened for log lines, and control characters are replaced.
     pub fn new(task: &Task) -> Self {
-        let id = task.id.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
+        let id = printable(&task.id);
         Self { id: shorten(&id, 80), fingerprint: task.fingerprint() }
     }
 }

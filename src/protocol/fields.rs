@@ -138,6 +138,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The fields of an object.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn object(&self, key: &str, keys: &Keys) -> Result<Option<Self>, TaskError> {
+        self.get(key).map(|raw| Self::parse(raw.get().as_bytes(), keys)).transpose()
+    }
+
     /// A string.
     ///
     /// # Errors
@@ -254,6 +262,11 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
 }
 
 impl Keys {
+    /// Whether requests have a field of this name, which this server may refuse.
+    pub fn has(&self, name: &str) -> bool {
+        self.supported.contains(&name) || self.unsupported.iter().any(|it| it.key == name)
+    }
+
     /// The error of an unknown `key` that is one letter away from a known one.
     pub fn mistyped(&self, key: &str) -> Option<TaskError> {
         if NOT_TYPOS.contains(&key) {
@@ -295,6 +308,39 @@ pub fn texts(raw: &RawValue, key: &str, max_items: usize) -> Result<Vec<String>,
         return Err(invalid(key, "a string or a list of strings", raw.get()));
     }
     each_item(&list(raw.get(), key, max_items)?, key, string)
+}
+
+/// The texts of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Texts {
+    /// At least one.
+    pub items: Vec<String>,
+    /// Whether they came as a list. If so, errors name a text by its index.
+    pub is_list: bool,
+    /// The field that has them.
+    field: &'static str,
+}
+
+impl Texts {
+    /// Reads the one of two fields that the request has.
+    ///
+    /// # Errors
+    /// As [`texts`], and `BadInput` if it has both or neither.
+    pub fn read(
+        fields: &Fields<'_>,
+        name: &'static str,
+        other: &'static str,
+        max_items: usize,
+    ) -> Result<Self, TaskError> {
+        let field = fields.either(name, other)?;
+        let input = fields.required(field)?;
+        Ok(Self { items: texts(input, field, max_items)?, is_list: input.get().starts_with('['), field })
+    }
+
+    /// The path of text `index` in the body.
+    pub fn path(&self, index: usize) -> String {
+        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
+    }
 }
 
 /// Reads each item of the list at `path`. `read` takes the item and its path.
@@ -476,6 +522,16 @@ pub fn excerpt(raw: &str) -> String {
         Some((end, _)) => format!("{}…", &raw[..end]),
         None => raw.to_owned(),
     }
+}
+
+/// An endpoint whose requests can share a task if one of their fields `input_fields` holds a text or a list of texts, and
+/// they have none of the fields `unless`. A reply is a list with an item for each text, or has one as its field `data`.
+pub(super) struct SharingEndpoint {
+    pub(super) url: &'static str,
+    pub(super) input_fields: &'static [&'static str],
+    pub(super) unless: &'static [&'static str],
+    /// Whether the reply to one text that is in no list is its item.
+    pub(super) unwraps: bool,
 }
 
 #[cfg(test)]

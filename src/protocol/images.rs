@@ -18,7 +18,7 @@ const DEFAULT_TOP_K: usize = 5;
 
 /// The field that holds the texts in a request to classify texts, which has the same URL.
 const INPUT: &str = "input";
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "image_url", "input", "inputs", "model", "parameters", "raw_scores", "top_k";
     "candidate_labels" = "null", "function_to_apply" = "null", "hypothesis_template" = "null", "labels" = "null"
 };
@@ -86,10 +86,8 @@ impl ImagesRequest {
 
     fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let top_k_in_parameters = match fields.get("parameters") {
-            Some(raw) => Fields::parse(raw.get().as_bytes(), &PARAMETERS)?.positive("top_k")?,
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
+        let top_k_in_parameters = parameters.map(|it| it.positive("top_k")).transpose()?.flatten();
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         Ok(Self {
             images,

@@ -4,9 +4,8 @@
 use serde::Serialize;
 
 use super::candidate_labels::CandidateLabels;
-use super::fields::{Fields, Keys, keys, texts};
+use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
 use super::reply::{Usage, to_json};
-use super::requests::SharingEndpoint;
 use super::{TaskError, TaskErrorKind};
 
 /// The URL of these requests.
@@ -15,9 +14,9 @@ pub const URL: &str = "/classify";
 pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 /// Requests that can share a task.
 pub(super) const SHARING: SharingEndpoint =
-    SharingEndpoint { url: URL, input_field: "input", unless: &["labels", "parameters"] };
+    SharingEndpoint { url: URL, input_fields: &["input"], unless: &["labels", "parameters"], unwraps: false };
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",
     "truncate";
     "activation" = "true", "add_generation_prompt" = "false", "add_special_tokens" = "true",
@@ -37,12 +36,8 @@ const DEFAULT_TEMPLATE: &str = "This example is {}.";
 /// Texts to classify.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClassifyRequest {
-    /// At least one.
-    pub texts: Vec<String>,
-    /// The field of the texts, for errors that name one of them.
-    pub field: &'static str,
-    /// Whether the texts came as a list, so that errors name a text by its index.
-    pub is_list: bool,
+    /// The texts.
+    pub texts: Texts,
     /// The model asked for, if any.
     pub model: Option<String>,
     /// How many of the best labels to list with their names; none: no list.
@@ -72,12 +67,10 @@ impl ClassifyRequest {
     /// and the value.
     pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let field = fields.either("input", "inputs")?;
-        let input = fields.required(field)?;
-        let texts = texts(input, field, max_texts)?;
+        let texts = Texts::read(&fields, "input", "inputs", max_texts)?;
         let zero_shot = zero_shot(&fields)?;
         if let Some(ZeroShot { labels, .. }) = &zero_shot {
-            let (texts, names) = (texts.len(), labels.names.len());
+            let (texts, names) = (texts.items.len(), labels.names.len());
             if texts * names > max_texts {
                 let message = format!(
                     "{texts} texts and {names} labels are {} pairs; this pool takes at most {max_texts}",
@@ -96,27 +89,17 @@ impl ClassifyRequest {
         Ok(Self {
             texts,
             zero_shot,
-            field,
-            is_list: input.get().starts_with('['),
             model: fields.string("model")?,
             top_k: fields.positive("top_k")?,
             raw_scores: fields.boolean("raw_scores", false)?,
             truncate: fields.boolean("truncate", true)?,
         })
     }
-
-    /// The path of text `index` in the body.
-    pub fn path(&self, index: usize) -> String {
-        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
-    }
 }
 
 /// The labels of the request, if it has any.
 fn zero_shot(fields: &Fields<'_>) -> Result<Option<ZeroShot>, TaskError> {
-    let parameters = match fields.get("parameters") {
-        Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-        None => None,
-    };
+    let parameters = fields.object("parameters", &PARAMETERS)?;
     let Some(labels) = CandidateLabels::in_json(fields, parameters.as_ref(), DEFAULT_TEMPLATE)? else {
         for field in ["hypothesis_template", "multi_label"] {
             if [Some(fields), parameters.as_ref()].into_iter().flatten().any(|it| it.get(field).is_some()) {
@@ -219,9 +202,9 @@ mod tests {
     #[test]
     fn one_text_or_a_list_is_read_and_a_refusal_names_the_field() {
         let one = ClassifyRequest::parse(br#"{"input":"a","top_k":2,"truncate":false}"#, 2).unwrap();
-        assert_eq!((one.path(0).as_str(), one.top_k, one.truncate), ("input", Some(2), false));
+        assert_eq!((one.texts.path(0).as_str(), one.top_k, one.truncate), ("input", Some(2), false));
         let many = ClassifyRequest::parse(br#"{"inputs":["a","b"]}"#, 2).unwrap();
-        assert_eq!((many.path(1).as_str(), many.texts.len()), ("inputs[1]", 2));
+        assert_eq!((many.texts.path(1).as_str(), many.texts.items.len()), ("inputs[1]", 2));
         for (body, message) in [
             (r#"{"input":["a",7]}"#, "input[1] must be a string, got 7"),
             (r#"{"input":7}"#, "input must be a string or a list of strings, got 7"),

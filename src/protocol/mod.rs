@@ -43,6 +43,12 @@ pub const BYTES: &str = "application/octet-stream";
 /// Media type that kombu, the library of Celery, gives to bytes.
 pub const KOMBU_BYTES: &str = "application/data";
 
+/// `text` on one line, with a space in the place of each control character: it is from outside, and may be printed to a
+/// terminal.
+pub fn printable(text: &str) -> String {
+    text.chars().map(|it| if it.is_control() { ' ' } else { it }).collect()
+}
+
 /// Shortens `text` for an error message: a text of more than `max_bytes` bytes is cut, and its full length is appended.
 pub fn shorten(text: &str, max_bytes: usize) -> String {
     if text.len() <= max_bytes {

@@ -7,15 +7,16 @@
 //! Does no I/O. The file of an endpoint decides what its requests mean to a model, and names the fields that are read
 //! here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
+use super::fields::{Keys, SharingEndpoint};
 use super::{
     Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
-    transcriptions,
+    token_labels, transcriptions, zero_shot,
 };
 
 /// The fields that hold the inputs of requests.
@@ -23,14 +24,41 @@ const INPUTS: [&[&str]; 6] =
     [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS, speech::INPUTS];
 
 /// The endpoints whose requests can share a task.
-const SHARING: [SharingEndpoint; 2] = [embeddings::SHARING, labels::SHARING];
+const SHARING: [SharingEndpoint; 4] =
+    [embeddings::SHARING, labels::SHARING, sparse::SHARING, token_labels::SHARING];
 
-/// An endpoint whose requests can share a task if their field `input_field` holds a text or a list of texts, and they have
-/// none of the fields `unless`. The field `data` of its replies has an item for each text.
-pub(super) struct SharingEndpoint {
-    pub(super) url: &'static str,
-    pub(super) input_field: &'static str,
-    pub(super) unless: &'static [&'static str],
+/// The fields of requests by their URLs. Some URLs have several kinds of requests.
+const FIELDS: [(&str, &Keys); 15] = [
+    (captions::URL, &captions::KEYS),
+    (embeddings::URL, &embeddings::KEYS),
+    (generate::CHAT_URL, &generate::CHAT),
+    (generate::COMPLETIONS_URL, &generate::COMPLETIONS),
+    (image_generation::URL, &image_generation::KEYS),
+    (images::URL, &images::KEYS),
+    (labels::URL, &labels::KEYS),
+    (images::URL, &zero_shot::KEYS),
+    (rerank::RERANK_URL, &rerank::RERANK),
+    (rerank::SCORE_URL, &rerank::SCORE),
+    (sparse::URL, &sparse::KEYS),
+    (speech::SPEECH_URL, &speech::KEYS),
+    (token_labels::URL, &token_labels::KEYS),
+    (transcriptions::TRANSCRIPTIONS_URL, &transcriptions::KEYS),
+    (transcriptions::TRANSLATIONS_URL, &transcriptions::KEYS),
+];
+
+/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a field
+/// that a user gives by hand should have an effect. Of a URL that is not built in, nothing is known.
+///
+/// # Errors
+/// A message with the fields that there are.
+pub fn check_field(url: &str, name: &str) -> Result<(), String> {
+    let kinds = || FIELDS.iter().filter(|(known, _)| *known == url).map(|(_, keys)| *keys);
+    if kinds().next().is_none() || kinds().any(|keys| keys.has(name)) {
+        return Ok(());
+    }
+    let names: BTreeSet<&str> = kinds().flat_map(|keys| keys.supported).copied().collect();
+    let names = names.into_iter().collect::<Vec<_>>().join(", ");
+    Err(format!("{url} has no such field; it takes {names}"))
 }
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
@@ -79,6 +107,8 @@ pub fn model_of(body: &[u8]) -> Option<String> {
 pub struct ShareableRequest {
     /// Its inputs, each as in its body.
     pub inputs: Vec<Box<RawValue>>,
+    /// Whether the reply to this request alone is the item of its only input.
+    pub is_unwrapped: bool,
     field: &'static str,
     /// The other fields: requests in which these are equal can share a task.
     other_fields: String,
@@ -89,17 +119,23 @@ type Fields = BTreeMap<String, Box<RawValue>>;
 impl ShareableRequest {
     /// The request to `url` with this body, if it can share a task.
     pub fn from_request(url: &str, body: &[u8]) -> Option<Self> {
-        let SharingEndpoint { input_field: field, unless, .. } = SHARING.iter().find(|it| it.url == url)?;
+        let SharingEndpoint { input_fields, unless, unwraps, .. } =
+            SHARING.iter().find(|it| it.url == url)?;
         let mut fields: Fields = serde_json::from_slice(body).ok()?;
         if unless.iter().any(|field| fields.contains_key(*field)) {
             return None;
         }
+        let field = input_fields.iter().find(|field| fields.contains_key(**field))?;
         let input = fields.remove(*field)?;
+        if input_fields.iter().any(|field| fields.contains_key(*field)) {
+            return None;
+        }
         let is_text = |value: &RawValue| value.get().starts_with('"');
+        let is_unwrapped = *unwraps && is_text(&input);
         let inputs = if is_text(&input) { vec![input] } else { serde_json::from_str(input.get()).ok()? };
         let all_are_texts = !inputs.is_empty() && inputs.iter().all(|input| is_text(input));
         let other_fields = serde_json::to_string(&fields).ok()?;
-        all_are_texts.then_some(Self { inputs, field, other_fields })
+        all_are_texts.then_some(Self { inputs, is_unwrapped, field, other_fields })
     }
 
     /// Whether both requests differ in their inputs only.
@@ -125,13 +161,21 @@ impl ShareableRequest {
     }
 }
 
-/// The bodies of the replies to requests that shared a task, made from the reply to that task. `inputs` has the number
-/// of inputs of each request, in their order. Only the first body has the task's usage; the others have zeros, so that
-/// sums are right.
+/// The part of a shared task's reply that answers one of its requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplyShare {
+    /// The number of the request's inputs.
+    pub inputs: usize,
+    /// As [`ShareableRequest::is_unwrapped`].
+    pub is_unwrapped: bool,
+}
+
+/// The bodies of the replies to requests that shared a task, made from the reply to that task. `shares` has the share of
+/// each request, in their order. Only the first body has the task's usage; the others have zeros, so that sums are right.
 ///
 /// # Errors
 /// A message: the reply is not JSON, or does not have one item for each input.
-pub fn divide_reply(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, String> {
+pub fn divide_reply(reply: &Message, shares: &[ReplyShare]) -> Result<Vec<Box<RawValue>>, String> {
     if !reply.is_json() {
         return Err(format!(
             "a reply has the content type {:?}, which cannot be divided",
@@ -139,18 +183,32 @@ pub fn divide_reply(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValu
         ));
     }
     let unreadable = |what: &'static str| move |error: serde_json::Error| format!("{what}: {error}");
+    let input_count: usize = shares.iter().map(|share| share.inputs).sum();
+    let check = |items: usize| match items == input_count {
+        true => Ok(()),
+        false => Err(format!("a reply has {items} items, and its task had {input_count} inputs")),
+    };
+    if let Ok(items) = serde_json::from_slice::<Vec<Box<RawValue>>>(&reply.body) {
+        check(items.len())?;
+        let mut items = items.into_iter();
+        let body = |share: &ReplyShare| match (
+            share.is_unwrapped,
+            items.by_ref().take(share.inputs).collect::<Vec<_>>(),
+        ) {
+            (true, mut own) if own.len() == 1 => Ok(own.swap_remove(0)),
+            (_, own) => raw(&own),
+        };
+        return shares.iter().map(body).collect();
+    }
     let mut fields: Fields =
         serde_json::from_slice(&reply.body).map_err(unreadable("a reply's body is not a JSON object"))?;
     let data = fields.remove("data").ok_or("a reply has no data")?;
     let data: Vec<Fields> = serde_json::from_str(data.get()).map_err(unreadable("a reply's data"))?;
-    let input_count: usize = inputs.iter().sum();
-    if data.len() != input_count {
-        return Err(format!("a reply has {} items, and its task had {input_count} inputs", data.len()));
-    }
+    check(data.len())?;
     let mut items = data.into_iter();
-    let mut bodies = Vec::with_capacity(inputs.len());
-    for (request, count) in inputs.iter().enumerate() {
-        let mut request_items: Vec<Fields> = items.by_ref().take(*count).collect();
+    let mut bodies = Vec::with_capacity(shares.len());
+    for (request, share) in shares.iter().enumerate() {
+        let mut request_items: Vec<Fields> = items.by_ref().take(share.inputs).collect();
         for (index, item) in request_items.iter_mut().enumerate() {
             item.insert("index".to_owned(), raw(&index)?);
         }
@@ -250,6 +308,27 @@ mod tests {
     }
 
     #[test]
+    fn a_field_that_no_request_of_a_url_has_is_refused_with_those_that_there_are() {
+        for (url, name) in [
+            (labels::URL, "top_k"),
+            (labels::URL, "image_url"),
+            (token_labels::URL, "stride"),
+            (sparse::URL, "normalize"),
+            (transcriptions::TRANSLATIONS_URL, "keywords"),
+            ("/v1/of/mine", "anything"),
+        ] {
+            assert_eq!(check_field(url, name), Ok(()), "{url} {name}");
+        }
+        for (url, name) in [(sparse::URL, "aggregation_strategy"), (speech::SPEECH_URL, "lang")] {
+            let refused = check_field(url, name).unwrap_err();
+            assert!(refused.starts_with(&format!("{url} has no such field; it takes ")), "{refused}");
+        }
+        assert!(
+            check_field(sparse::URL, "x").unwrap_err().contains("prompt_name, threshold, top_k, truncate")
+        );
+    }
+
+    #[test]
     fn a_request_whose_reply_is_a_list_shares_no_task() {
         let shares = |body: &str| ShareableRequest::from_request(labels::URL, body.as_bytes()).is_some();
         assert!(shares(r#"{"input":"a","top_k":2}"#));
@@ -261,13 +340,15 @@ mod tests {
     fn a_reply_that_cannot_be_divided_is_refused() {
         let reply = |body: &str| Message { body: body.to_owned().into(), ..Message::default() };
         for (body, message) in [
-            ("[]", "not a JSON object"),
+            ("7", "not a JSON object"),
+            ("[1]", "1 items, and its task had 3 inputs"),
             ("{}", "no data"),
             (r#"{"data":[1]}"#, "a reply's data"),
             (r#"{"data":[{}]}"#, "1 items, and its task had 3 inputs"),
             (r#"{"data":[{},{},{}],"usage":1}"#, "a reply's usage"),
         ] {
-            let error = divide_reply(&reply(body), &[1, 2]).unwrap_err();
+            let shares = [1, 2].map(|inputs| ReplyShare { inputs, is_unwrapped: false });
+            let error = divide_reply(&reply(body), &shares).unwrap_err();
             assert!(error.contains(message), "{error}");
         }
     }

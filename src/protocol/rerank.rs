@@ -15,7 +15,7 @@ pub const SCORE_URL: &str = "/v1/score";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
 
-const RERANK: Keys = keys! {
+pub(super) const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
     "truncate", "instruction";
     "chat_template_kwargs" = "null", "max_chunks_per_doc" = "null",
@@ -24,7 +24,7 @@ const RERANK: Keys = keys! {
     "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 const DOCUMENT: Keys = keys! { "text" };
-const SCORE: Keys = keys! {
+pub(super) const SCORE: Keys = keys! {
     "model", "text_1", "text_2", "raw_scores", "truncate", "instruction";
     "chat_template_kwargs" = "null", "data_1" = "null", "data_2" = "null", "documents" = "null",
     "items" = "null", "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0",

@@ -4,13 +4,16 @@
 use serde::Serialize;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, keys, texts};
+use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
 use super::reply::to_json;
 
 /// The URL of these requests.
 pub const URL: &str = "/embed_sparse";
+/// Requests that can share a task.
+pub(super) const SHARING: SharingEndpoint =
+    SharingEndpoint { url: URL, input_fields: &["inputs", "input"], unless: &[], unwraps: false };
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";
     "add_special_tokens" = "true", "dimensions" = "null", "encoding_format" = "\"float\"", "errors" = "\"task\"",
     "normalize" = "false", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""
@@ -19,12 +22,8 @@ const KEYS: Keys = keys! {
 /// Texts to compute sparse vectors for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SparseRequest {
-    /// At least one.
-    pub texts: Vec<String>,
-    /// The field of the texts, for errors that name one of them.
-    pub field: &'static str,
-    /// Whether the texts came as a list, so that errors name a text by its index.
-    pub is_list: bool,
+    /// The texts.
+    pub texts: Texts,
     /// The model asked for, if any.
     pub model: Option<String>,
     /// The name of the prompt that is put before each text, instead of the default.
@@ -45,23 +44,14 @@ impl SparseRequest {
     /// and the value.
     pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let field = fields.either("inputs", "input")?;
-        let input = fields.required(field)?;
         Ok(Self {
-            texts: texts(input, field, max_texts)?,
-            field,
-            is_list: input.get().starts_with('['),
+            texts: Texts::read(&fields, "inputs", "input", max_texts)?,
             model: fields.string("model")?,
             prompt_name: fields.string("prompt_name")?,
             top_k: fields.positive("top_k")?,
             threshold: fields.number_within("threshold", 0.0..=f32::MAX)?.unwrap_or(0.0),
             truncate: fields.boolean("truncate", true)?,
         })
-    }
-
-    /// The path of text `index` in the body.
-    pub fn path(&self, index: usize) -> String {
-        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
     }
 }
 
@@ -92,11 +82,14 @@ mod tests {
         let one = SparseRequest::parse(br#"{"inputs":"a","top_k":3,"threshold":0.5,"truncate":false}"#, 2);
         let one = one.unwrap();
         assert_eq!(
-            (one.path(0).as_str(), one.top_k, one.threshold, one.truncate),
+            (one.texts.path(0).as_str(), one.top_k, one.threshold, one.truncate),
             ("inputs", Some(3), 0.5, false)
         );
         let many = SparseRequest::parse(br#"{"input":["a",""]}"#, 2).unwrap();
-        assert_eq!((many.path(1).as_str(), many.texts.len(), many.threshold), ("input[1]", 2, 0.0));
+        assert_eq!(
+            (many.texts.path(1).as_str(), many.texts.items.len(), many.threshold),
+            ("input[1]", 2, 0.0)
+        );
         for (body, message) in [
             (r#"{"top_k":1}"#, "inputs is missing"),
             (r#"{"inputs":[]}"#, "inputs is an empty list"),

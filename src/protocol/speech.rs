@@ -24,7 +24,7 @@ const SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;
 /// Maximum length of `voice`, in bytes.
 const VOICE_BYTES: usize = 64;
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice";
     "instructions" = "\"\"", "stream_format" = "\"audio\"", "lang_code" = "null", "language" = "null",
     "return_timestamps" = "false", "sample_rate" = "null", "volume_multiplier" = "1"

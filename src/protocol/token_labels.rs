@@ -2,22 +2,30 @@
 //! they make up. Decides the bounds of a request's options and of a reply. Pure; knows no model.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, bounded_string, each_item, first_items, invalid, keys, texts, whole};
+use super::fields::{
+    Fields, Keys, SharingEndpoint, Texts, bounded_string, each_item, first_items, invalid, keys, whole,
+};
 use super::{TaskError, TaskErrorKind};
 
 /// The URL of these requests.
 pub const URL: &str = "/token-classification";
+/// Requests that can share a task.
+pub(super) const SHARING: SharingEndpoint =
+    SharingEndpoint { url: URL, input_fields: &["input", "inputs"], unless: &[], unwraps: true };
 /// Maximum number of labels to leave out.
 const MAX_IGNORED: usize = 1_000;
 /// Maximum size of a label to leave out, in bytes.
 const MAX_LABEL_BYTES: usize = 1_000;
 /// Maximum size of a reply, in bytes.
-const MAX_REPLY_BYTES: usize = 8 << 20;
+pub const MAX_REPLY_BYTES: usize = 8 << 20;
+/// The fewest bytes of an entity in a reply and the comma after it, without its name.
+pub const MIN_ENTITY_BYTES: usize = 54;
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "aggregation_strategy", "ignore_labels", "input", "inputs", "model", "parameters", "stride", "truncate";
     "delimiter" = "null", "grouped_entities" = "true", "is_split_into_words" = "false", "offset_mapping" = "null"
 };
@@ -44,18 +52,14 @@ named! {
 /// Texts whose tokens are to be labelled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenLabelsRequest {
-    /// At least one.
-    pub texts: Vec<String>,
-    /// The field of the texts, for errors that name one of them.
-    field: &'static str,
-    /// Whether the texts came as a list. If so, the reply is a list of lists.
-    pub is_list: bool,
+    /// The texts. If they came as a list, the reply is a list of lists.
+    pub texts: Texts,
     /// The model asked for, if any.
     pub model: Option<String>,
     /// How the tokens become entities.
     pub strategy: Strategy,
     /// Labels of tokens, or kinds of entities, that are left out.
-    pub ignored: Vec<String>,
+    pub ignored: HashSet<String>,
     /// The number of tokens that neighbouring windows of a long text share. None: a long text is cut.
     pub stride: Option<usize>,
     /// Whether texts that are too long are cut; otherwise they are refused.
@@ -70,10 +74,7 @@ impl TokenLabelsRequest {
     /// and the value.
     pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = match fields.get("parameters") {
-            Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
         if parameters.is_some()
             && let Some(key) = PARAMETERS.supported.iter().find(|key| fields.get(key).is_some())
         {
@@ -81,12 +82,8 @@ impl TokenLabelsRequest {
             return Err(TaskError::bad_input(*key, message));
         }
         let options = parameters.as_ref().unwrap_or(&fields);
-        let field = fields.either("input", "inputs")?;
-        let input = fields.required(field)?;
         let request = Self {
-            texts: texts(input, field, max_texts)?,
-            field,
-            is_list: input.get().starts_with('['),
+            texts: Texts::read(&fields, "input", "inputs", max_texts)?,
             model: fields.string("model")?,
             strategy: strategy(options)?,
             ignored: ignored(options)?,
@@ -98,11 +95,6 @@ impl TokenLabelsRequest {
             return Err(TaskError::bad_input("stride", message));
         }
         Ok(request)
-    }
-
-    /// The path of text `index` in the body.
-    pub fn path(&self, index: usize) -> String {
-        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
     }
 }
 
@@ -117,9 +109,9 @@ fn strategy(options: &Fields<'_>) -> Result<Strategy, TaskError> {
     })
 }
 
-fn ignored(options: &Fields<'_>) -> Result<Vec<String>, TaskError> {
+fn ignored(options: &Fields<'_>) -> Result<HashSet<String>, TaskError> {
     let key = "ignore_labels";
-    let Some(raw) = options.get(key) else { return Ok(vec!["O".to_owned()]) };
+    let Some(raw) = options.get(key) else { return Ok(["O".to_owned()].into()) };
     if !raw.get().starts_with('[') {
         return Err(invalid(key, "a list of labels", raw.get()));
     }
@@ -128,7 +120,8 @@ fn ignored(options: &Fields<'_>) -> Result<Vec<String>, TaskError> {
         let message = format!("{key} holds {} items; at most {MAX_IGNORED} are allowed", labels.count);
         return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(key));
     }
-    each_item(&labels.items, key, |raw, path| bounded_string(raw, path, MAX_LABEL_BYTES))
+    let labels = each_item(&labels.items, key, |raw, path| bounded_string(raw, path, MAX_LABEL_BYTES))?;
+    Ok(labels.into_iter().collect())
 }
 
 fn stride(options: &Fields<'_>) -> Result<Option<usize>, TaskError> {
@@ -157,6 +150,14 @@ pub struct Entity<'a> {
     pub start: u32,
     /// The character after the last one.
     pub end: u32,
+}
+
+/// The error of a task whose entities do not fit into a reply.
+pub fn reply_too_large() -> TaskError {
+    let message = format!(
+        "the reply would have more than {MAX_REPLY_BYTES} bytes; send fewer texts, or more ignore_labels"
+    );
+    TaskError::new(TaskErrorKind::TooLarge, message)
 }
 
 /// Writes the body of a reply, entity by entity.
@@ -191,13 +192,7 @@ impl EntityWriter {
         }
         serde_json::to_writer(&mut self.body, entity)
             .map_err(|error| TaskError::internal(format!("the reply cannot be written: {error}")))?;
-        if self.body.len() > MAX_REPLY_BYTES {
-            let message = format!(
-                "the reply would have more than {MAX_REPLY_BYTES} bytes; send fewer texts, or more ignore_labels"
-            );
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
-        }
-        Ok(())
+        if self.body.len() > MAX_REPLY_BYTES { Err(reply_too_large()) } else { Ok(()) }
     }
 
     /// Ends the list of a text.
@@ -228,15 +223,15 @@ mod tests {
     fn options_are_fields_or_those_of_hugging_face_and_have_defaults() {
         let plain = parse(r#"{"input":"a"}"#).unwrap();
         assert_eq!((plain.strategy, plain.stride, plain.truncate), (Strategy::Simple, None, true));
-        assert_eq!((plain.ignored, plain.is_list), (vec!["O".to_owned()], false));
+        assert_eq!((plain.ignored, plain.texts.is_list), (["O".to_owned()].into(), false));
         let theirs =
             r#"{"inputs":["a"],"parameters":{"aggregation_strategy":"max","ignore_labels":[],"stride":4.0}}"#;
         let theirs = parse(theirs).unwrap();
         assert_eq!(
-            (theirs.strategy, theirs.stride, theirs.path(0).as_str()),
+            (theirs.strategy, theirs.stride, theirs.texts.path(0).as_str()),
             (Strategy::Max, Some(4), "inputs[0]")
         );
-        assert!(theirs.ignored.is_empty() && theirs.is_list);
+        assert!(theirs.ignored.is_empty() && theirs.texts.is_list);
     }
 
     #[test]
@@ -314,6 +309,14 @@ mod tests {
         };
         let one = json!({"entity_group": "PER", "score": 0.5, "word": "\"é", "start": 1, "end": 3});
         assert_eq!(write(false, &[2]), json!([one, one]));
+        let least = Entity {
+            entity_group: None,
+            entity: Some(""),
+            score: 1.0,
+            word: String::new(),
+            ..entity.clone()
+        };
+        assert!(serde_json::to_string(&least).unwrap().len() + ",".len() >= MIN_ENTITY_BYTES);
         assert_eq!(write(false, &[0]), json!([]));
         assert_eq!(write(true, &[0, 1, 0, 2]), json!([[], [one], [], [one, one]]));
         let mut writer = EntityWriter::new(false);

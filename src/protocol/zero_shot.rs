@@ -12,7 +12,7 @@ use super::{FileUrl, Files, Headers, Message, TaskError, Value};
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";
 
-const KEYS: Keys = keys! {
+pub(super) const KEYS: Keys = keys! {
     "hypothesis_template", "image_url", "input", "inputs", "labels", "model", "parameters", "raw_scores", "top_k",
     "truncate";
     "function_to_apply" = "null"
@@ -92,10 +92,7 @@ impl ZeroShotRequest {
 
     fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = match fields.get("parameters") {
-            Some(raw) => Some(Fields::parse(raw.get().as_bytes(), &PARAMETERS)?),
-            None => None,
-        };
+        let parameters = fields.object("parameters", &PARAMETERS)?;
         let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         let labels = CandidateLabels::in_json(&fields, parameters.as_ref(), DEFAULT_TEMPLATE)?;
         let labels = labels.ok_or_else(missing_labels)?;

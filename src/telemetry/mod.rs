@@ -3,11 +3,8 @@
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
-mod json_lines;
 mod panics;
-mod span;
 mod throttle;
-#[cfg_attr(not(feature = "otlp"), path = "no_traces.rs")]
 pub mod traces;
 
 use std::io::{self, IsTerminal, Write};
@@ -19,7 +16,6 @@ use tracing_subscriber::layer::Filter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, Registry, reload};
 
-use self::json_lines::JsonLines;
 pub use self::throttle::Throttle;
 
 /// The filter of a service without `SCONCE_LOG`: our own events and the libraries' warnings.
@@ -77,7 +73,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let lines = match format {
         Format::Human => lines.with_target(false).with_filter(filter).boxed(),
-        Format::Json => lines.event_format(JsonLines).with_filter(filter).boxed(),
+        Format::Json => lines.json().with_filter(filter).boxed(),
     };
     // A second call, as in tests, changes nothing.
     if tracing_subscriber::registry().with(lines).try_init().is_ok() {
@@ -249,6 +245,24 @@ mod tests {
             let ours = ["sconce::worker", "own"].map(|it| all.map(|level| format!("{level} {it}: said")));
             assert_eq!(seen, ours.concat(), "{filter}");
         }
+    }
+
+    /// `launcher::logs` reads these lines, and inserts a slot before the message.
+    #[test]
+    fn a_line_of_json_has_its_keys_in_order() {
+        let mut file = tempfile::tempfile().unwrap();
+        let lines = tracing_subscriber::fmt::layer().with_writer(file.try_clone().unwrap()).json();
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {
+            let error = "it \"broke\"";
+            tracing::warn!(target: "t", slot = "e/0", task.id = 7, share = 0.5, error, "a [1] \n");
+        });
+        file.rewind().unwrap();
+        let mut line = String::new();
+        file.read_to_string(&mut line).unwrap();
+        let (begin, rest) = line.split_once(",\"level\"").unwrap();
+        assert!(begin.starts_with("{\"timestamp\":\"2") && begin.ends_with("Z\""), "{begin}");
+        let expected = r#":"WARN","fields":{"message":"a [1] \n","slot":"e/0","task.id":7,"share":0.5,"error":"it \"broke\""},"target":"t"}"#;
+        assert_eq!(rest, format!("{expected}\n"));
     }
 
     #[test]

@@ -8,27 +8,72 @@
 //! | `export` | how finished spans reach the collector, and which are lost |
 
 mod context;
+#[cfg_attr(not(feature = "otlp"), path = "traces/no_export.rs")]
 mod export;
 mod task;
 
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use opentelemetry::trace::{
-    Link, Span as _, SpanKind, Status, TraceContextExt, TraceId, Tracer, TracerProvider,
-};
-use opentelemetry::{Context, Key, KeyValue, Value};
-use opentelemetry_sdk::Resource;
-use opentelemetry_sdk::trace::{
-    Sampler, SamplingDecision, SamplingResult, SdkTracer, SdkTracerProvider, ShouldSample,
-};
+use opentelemetry::global::BoxedTracer;
+use opentelemetry::trace::{Link, Span as _, SpanContext, SpanKind, Status, TraceContextExt, Tracer};
+use opentelemetry::{Context, KeyValue};
 
-pub use super::span::{DeliveredTask, SpanOrigin};
-pub use task::{TaskLink, TaskSpan};
+pub use task::TaskSpan;
 
-/// A finished forward pass, with links to its tasks' spans.
-pub type ForwardPass<'a> = super::span::ForwardPass<'a, TaskLink>;
+/// A link from a batch to one of its tasks.
+pub type TaskLink = SpanContext;
+
+/// The worker that writes the spans. It is the same for all spans of a process.
+#[derive(Clone, Copy, Debug)]
+pub struct SpanOrigin<'a> {
+    /// The worker's name, `launcher/pool/index`; OpenTelemetry's `service.instance.id`.
+    pub worker: &'a str,
+    /// The slot's name, `pool/index`.
+    pub slot: &'a str,
+    /// `cpu`, or the GPU's UUID.
+    pub device: &'a str,
+    /// The model's name.
+    pub model: &'a str,
+    /// The queue that tasks come from.
+    pub queue: &'a str,
+    /// OpenTelemetry's name of the broker: `rabbitmq`.
+    pub system: &'static str,
+}
+
+/// A finished forward pass.
+#[derive(Debug)]
+pub struct ForwardPass<'a> {
+    /// When it began.
+    pub began: SystemTime,
+    /// Links to the recorded tasks in it, at most [`MAX_LINKS`].
+    pub links: Vec<TaskLink>,
+    /// The number of tasks in it, recorded or not.
+    pub tasks: usize,
+    /// The number of inputs in it.
+    pub inputs: usize,
+    /// The number of tokens in it.
+    pub tokens: usize,
+    /// Why the device failed, if it did.
+    pub fault: Option<&'a str>,
+}
+
+/// A task as it was delivered.
+#[derive(Clone, Copy, Debug)]
+pub struct DeliveredTask<'a> {
+    /// Its id.
+    pub id: &'a str,
+    /// Its correlation id.
+    pub correlation_id: Option<&'a str>,
+    /// The header `traceparent`, unparsed.
+    pub traceparent: Option<&'a str>,
+    /// The header `tracestate`, unparsed.
+    pub tracestate: Option<&'a str>,
+    /// The size of its body in bytes.
+    pub size: usize,
+    /// When the worker received it.
+    pub received_at: SystemTime,
+}
 
 /// Maximum number of links of a batch's span. Further tasks are only counted.
 pub const MAX_LINKS: usize = 128;
@@ -37,11 +82,14 @@ pub const MAX_LINKS: usize = 128;
 #[derive(Clone, Default)]
 pub struct Traces(Option<Arc<Active>>);
 
+/// Sends the ended spans within a time; returns why it could not.
+type Flush = Box<dyn Fn(Duration) -> Result<(), String> + Send + Sync>;
+
 /// The tracer, and what the spans of this worker have in common.
 struct Active {
-    /// Never dropped, since its `drop` waits for the collector. Spans and the tracer share it.
-    provider: ManuallyDrop<SdkTracerProvider>,
-    tracer: SdkTracer,
+    tracer: BoxedTracer,
+    /// Sends the ended spans to the collector, and blocks until they are sent, for at most this time.
+    flush: Flush,
     /// The name of every task's span.
     task_name: String,
     /// The constant attributes of a task's span.
@@ -55,18 +103,13 @@ impl Traces {
     /// the traces that have no sampling decision from upstream.
     ///
     /// # Errors
-    /// The exporter cannot use the address, or a variable `OTEL_EXPORTER_OTLP_…`.
+    /// The exporter cannot use the address, or a variable `OTEL_EXPORTER_OTLP_…`; or this build has no exporter.
     pub fn start(endpoint: &str, sample: f64, origin: SpanOrigin<'_>) -> Result<Self, String> {
-        let span_queue = export::span_queue(endpoint).map_err(|error| error.to_string())?;
-        let provider = SdkTracerProvider::builder()
-            .with_span_processor(span_queue)
-            .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
-            .with_max_links_per_span(MAX_LINKS as u32)
-            .with_resource(resource(origin.worker));
-        Ok(Self::with_provider(provider.build(), origin))
+        let (tracer, flush) = export::open(endpoint, sample, origin.worker)?;
+        Ok(Self::new(tracer, flush, origin))
     }
 
-    fn with_provider(provider: SdkTracerProvider, origin: SpanOrigin<'_>) -> Self {
+    fn new(tracer: BoxedTracer, flush: Flush, origin: SpanOrigin<'_>) -> Self {
         let SpanOrigin { slot, device, model, queue, system, .. } = origin;
         let text = |key: &'static str, value: &str| KeyValue::new(key, Arc::<str>::from(value));
         let batch_attributes =
@@ -78,10 +121,8 @@ impl Traces {
             KeyValue::new("messaging.operation.name", "process"),
         ];
         task_attributes.extend(batch_attributes.iter().cloned());
-        let tracer = provider.tracer("sconce");
-        let provider = ManuallyDrop::new(provider);
         let task_name = format!("process {queue}");
-        Self(Some(Arc::new(Active { provider, tracer, task_name, task_attributes, batch_attributes })))
+        Self(Some(Arc::new(Active { tracer, flush, task_name, task_attributes, batch_attributes })))
     }
 
     /// Whether spans are recorded.
@@ -134,7 +175,7 @@ impl Traces {
             .span_builder("forward")
             .with_start_time(forward_pass.began)
             .with_attributes(attributes)
-            .with_links(links.map(|task| Link::with_context(task.into())).collect());
+            .with_links(links.map(|task| Link::with_context(task)).collect());
         let mut span = active.tracer.build_with_context(builder, &Context::new());
         if let Some(fault) = forward_pass.fault {
             span.set_status(Status::error(fault.to_owned()));
@@ -146,66 +187,24 @@ impl Traces {
     /// later are lost.
     pub fn finish(&self, timeout: Duration) {
         let Some(active) = &self.0 else { return };
-        if let Err(error) = active.provider.shutdown_with_timeout(timeout) {
-            tracing::debug!(%error, "the last spans did not reach the collector");
+        if let Err(error) = (active.flush)(timeout) {
+            tracing::debug!(error, "the last spans did not reach the collector");
         }
     }
 }
 
-/// Records every span with links: a batch with a recorded task. For all other spans the parent or the inner sampler
-/// decides.
-#[derive(Clone, Debug)]
-struct Sampling(Sampler);
-
-impl ShouldSample for Sampling {
-    fn should_sample(
-        &self,
-        parent: Option<&Context>,
-        trace: TraceId,
-        name: &str,
-        kind: &SpanKind,
-        attributes: &[KeyValue],
-        links: &[Link],
-    ) -> SamplingResult {
-        let mut result = self.0.should_sample(parent, trace, name, kind, attributes, links);
-        if !links.is_empty() {
-            result.decision = SamplingDecision::RecordAndSample;
-        }
-        result
-    }
-}
-
-/// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
-fn resource(worker: &str) -> Resource {
-    let detected = Resource::builder().build();
-    // If the environment names no service, the SDK makes up the name `unknown_service`.
-    let is_made_up =
-        |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
-    let detected = detected.iter().filter(|(key, value)| !is_made_up(key, value));
-    Resource::builder_empty()
-        .with_service_name("sconce")
-        .with_attributes([
-            KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
-            KeyValue::new("service.instance.id", worker.to_owned()),
-        ])
-        .with_attributes(detected.map(|(key, value)| KeyValue::new(key.clone(), value.clone())))
-        .build()
-}
-
-#[cfg(test)]
-mod tests {
+/// Traces whose ended spans are stored, for tests.
+#[cfg(all(test, feature = "otlp"))]
+pub(crate) mod recording {
     use opentelemetry_sdk::error::OTelSdkResult;
     use opentelemetry_sdk::trace::{Span, SpanData, SpanProcessor};
     use parking_lot::Mutex;
 
     use super::*;
 
-    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
-    const PARENT: &str = "b7ad6b7169203331";
-
     /// Stores the ended spans.
     #[derive(Clone, Debug, Default)]
-    struct Recorder(Arc<Mutex<Vec<SpanData>>>);
+    pub(crate) struct Recorder(Arc<Mutex<Vec<SpanData>>>);
 
     impl SpanProcessor for Recorder {
         fn on_start(&self, _: &mut Span, _: &Context) {}
@@ -224,19 +223,16 @@ mod tests {
     }
 
     impl Recorder {
-        fn take(&self) -> SpanData {
-            let mut spans = std::mem::take(&mut *self.0.lock());
-            assert_eq!(spans.len(), 1, "{spans:?}");
-            spans.remove(0)
+        /// Returns the ended spans, and forgets them.
+        pub(crate) fn take(&self) -> Vec<SpanData> {
+            std::mem::take(&mut *self.0.lock())
         }
     }
 
-    fn traces(sample: f64) -> (Traces, Recorder) {
+    /// Traces that record this share of those without a decision from upstream.
+    pub(crate) fn traces(sample: f64) -> (Traces, Recorder) {
         let recorder = Recorder::default();
-        let provider = SdkTracerProvider::builder().with_span_processor(recorder.clone());
-        let provider = provider
-            .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
-            .build();
+        let (tracer, flush) = export::tracer_and_flush(recorder.clone(), sample, "h/p/0");
         let origin = SpanOrigin {
             worker: "h/p/0",
             slot: "p/0",
@@ -245,7 +241,22 @@ mod tests {
             queue: "q",
             system: "rabbitmq",
         };
-        (Traces::with_provider(provider, origin), recorder)
+        (Traces::new(tracer, flush, origin), recorder)
+    }
+}
+
+#[cfg(all(test, feature = "otlp"))]
+mod tests {
+    use super::recording::{Recorder, traces};
+    use super::*;
+
+    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+    const PARENT: &str = "b7ad6b7169203331";
+
+    fn only(recorder: &Recorder) -> opentelemetry_sdk::trace::SpanData {
+        let mut spans = recorder.take();
+        assert_eq!(spans.len(), 1, "{spans:?}");
+        spans.remove(0)
     }
 
     fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
@@ -293,7 +304,7 @@ mod tests {
         span.set_attribute("sconce.status", "failed");
         span.fail("no".into());
         drop(span);
-        let span = recorder.take();
+        let span = only(&recorder);
         assert_eq!((span.name.as_ref(), span.parent_span_id.to_string().as_str()), ("process q", PARENT));
         assert_eq!(span.span_context.trace_state().header(), "vendor=1");
         let found: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
@@ -307,7 +318,7 @@ mod tests {
         let span = begin(&traces, Some("00-1-2-01"));
         assert!(!span.is_continued() && context::parse(&span.traceparent(), None).is_some());
         drop(span);
-        assert_eq!(recorder.take().span_context.trace_state().header(), "");
+        assert_eq!(only(&recorder).span_context.trace_state().header(), "");
     }
 
     #[test]
@@ -315,11 +326,11 @@ mod tests {
         let (traces, recorder) = traces(0.0);
         assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
         traces.batch(pass(Vec::new()));
-        assert_eq!(recorder.0.lock().len(), 0);
+        assert!(recorder.take().is_empty());
         let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
         let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
         traces.batch(pass(links));
-        let batch = recorder.take();
+        let batch = only(&recorder);
         assert_eq!((batch.links.len(), batch.status), (MAX_LINKS, Status::error("gone")));
         assert_ne!(batch.span_context.trace_id().to_string(), TRACE);
     }

@@ -1,11 +1,10 @@
 //! The threads that preprocess tasks and write replies, so that the caller can handle messages meanwhile. Decides which
-//! work runs on them. The caller itself does brief work: work that takes less time than waking another thread,
-//! according to the model. A panic is returned to the caller as an error. Owns the threads.
+//! work runs on them. The caller itself does brief work, which takes about as long as waking another thread: the model
+//! says so of each task, by its size and fields. How long the work of other tasks took has no influence, so that no
+//! requester can move the work of others. A panic is returned to the caller as an error. Owns the threads.
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use tokio::sync::{Semaphore, oneshot};
@@ -15,10 +14,6 @@ use crate::engine::caught;
 
 /// The most pieces of work that may wait for a thread.
 const MAX_WAITING: usize = 64;
-/// If brief work takes longer than this on average, the caller does not do it.
-const MAX_BRIEF_TIME: Duration = Duration::from_millis(1);
-/// The number of pieces of brief work that the average covers.
-const AVERAGE_WINDOW: u64 = 16;
 
 /// Threads that run pieces of work in the order of arrival. Work that rayon divides is shared by all of them.
 /// Clones share the threads.
@@ -28,8 +23,6 @@ pub(super) struct CpuPool {
     /// A permit for each piece of work that runs or waits for a thread. Without one, the caller waits before it hands
     /// work over.
     permits: Arc<Semaphore>,
-    /// The average time of brief work, in microseconds. Written by the thread that did such work, read by callers.
-    brief_us: Arc<AtomicU64>,
 }
 
 /// The worker's threads for CPU work.
@@ -126,12 +119,11 @@ impl CpuPool {
 
     fn new(threads: Threads, count: usize) -> Self {
         let permits = Arc::new(Semaphore::new(MAX_WAITING + count));
-        Self { threads, permits, brief_us: Arc::default() }
+        Self { threads, permits }
     }
 
-    /// Runs `work`. The caller does it itself if the work is said to be `brief`, if such work has been brief on
-    /// average, and if there is only one thread. With several threads the worker feeds a GPU, and the caller is busy
-    /// with messages.
+    /// Runs `work`. The caller does it itself if it is `brief` and there is only one thread. With several threads the
+    /// worker feeds a GPU, and the caller is busy with messages.
     ///
     /// # Errors
     /// The message of the work's panic.
@@ -140,32 +132,18 @@ impl CpuPool {
         brief: bool,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {
-        let was_brief = Duration::from_micros(self.brief_us.load(Ordering::Relaxed)) <= MAX_BRIEF_TIME;
-        if brief && was_brief && self.threads.count() == 1 {
-            return self.timed(brief, work);
+        if brief && self.threads.count() == 1 {
+            return caught(work);
         }
         let ended = || "the thread has ended".to_owned();
         let permit = self.permits.clone().acquire_owned().await.map_err(|_| ended())?;
         let (result, received) = oneshot::channel();
-        let pool = self.clone();
         self.threads.spawn(move || {
-            let output = pool.timed(brief, work);
+            let output = caught(work);
             drop(permit);
             drop(result.send(output));
         });
         received.await.map_err(|_| ended())?
-    }
-
-    /// Does the work. Adds its duration to the average if it is said to be brief.
-    fn timed<T>(&self, brief: bool, work: impl FnOnce() -> T) -> Result<T, String> {
-        let began = Instant::now();
-        let output = caught(work);
-        if brief {
-            let took = began.elapsed().as_micros() as u64;
-            let before = self.brief_us.load(Ordering::Relaxed);
-            self.brief_us.store((before * (AVERAGE_WINDOW - 1) + took) / AVERAGE_WINDOW, Ordering::Relaxed);
-        }
-        output
     }
 }
 
@@ -173,6 +151,7 @@ impl CpuPool {
 mod tests {
     use std::sync::Barrier;
     use std::thread;
+    use std::time::Duration;
 
     use futures_util::future::join_all;
 
@@ -200,18 +179,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn brief_work_that_takes_long_moves_to_the_pool_until_it_is_brief_again() {
+    async fn slow_work_of_one_requester_moves_the_brief_work_of_no_other() {
         let pool = CpuPool::start("test", 1).unwrap();
-        let slow = || {
-            thread::sleep(MAX_BRIEF_TIME * 20);
-            thread::current().name() == Some("test")
-        };
-        assert_eq!(pool.run(true, slow).await, Ok(false), "its duration was unknown");
-        assert_eq!(pool.run(true, slow).await, Ok(true));
-        for _ in 0..10 * AVERAGE_WINDOW {
+        let on_caller = || thread::current().name() != Some("test");
+        for _ in 0..3 {
+            let slow = || thread::sleep(Duration::from_millis(20));
+            pool.run(false, slow).await.unwrap();
+            pool.run(true, slow).await.unwrap();
+            assert_eq!(pool.run(true, on_caller).await, Ok(true));
+        }
+        // Nor does brief work bring back what is not brief.
+        for _ in 0..100 {
             pool.run(true, || ()).await.unwrap();
         }
-        assert_eq!(pool.run(true, || thread::current().name() == Some("test")).await, Ok(false));
+        assert_eq!(pool.run(false, on_caller).await, Ok(false));
     }
 
     #[tokio::test]

@@ -15,7 +15,7 @@ use tokio::time::{MissedTickBehavior, timeout};
 
 use super::WorkerError;
 use super::cancellations::Waiting;
-use super::live_settings::LiveSettings;
+use super::pause::Pause;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
@@ -81,7 +81,7 @@ pub(super) struct Intake<'a> {
     /// the turns.
     granted: u16,
     stop: Stop,
-    settings: LiveSettings,
+    pause: Pause,
     cancellations: Waiting,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
@@ -115,7 +115,7 @@ impl<'a> Intake<'a> {
         shared: Arc<Shared>,
         consumers: Consumers<'a>,
         stop: Stop,
-        settings: LiveSettings,
+        pause: Pause,
         cancellations: Waiting,
     ) -> Self {
         Self {
@@ -123,7 +123,7 @@ impl<'a> Intake<'a> {
             shared,
             consumers,
             stop,
-            settings,
+            pause,
             cancellations,
             in_flight: BTreeMap::new(),
             runs: JoinSet::new(),
@@ -192,7 +192,7 @@ impl<'a> Intake<'a> {
                 {
                     self.shared.places.review();
                 }
-                () = self.settings.wait_for_pause(), if self.phase == Phase::Running => self.finish("pause").await,
+                () = self.pause.wait_until_set(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("stop requested").await;
                 }

@@ -325,7 +325,6 @@ mod tests {
             unreachable!("no task comes here")
         }
         fn expect(&self, _: crate::engine::Expect) {}
-        fn set_policy(&self, _: crate::batching::Policy) {}
         fn isolate(&self, isolated: Option<Group>) {
             self.0.store(isolated.is_some(), Ordering::SeqCst);
         }

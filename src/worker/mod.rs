@@ -15,14 +15,14 @@
 //! | `settle/` | what becomes of a task's message: publish, confirm, ack |
 //! | `cancellations` | how cancellations reach the intake |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
-//! | `live_settings` | which settings can be changed while the worker runs |
+//! | `pause` | whether the worker consumes |
 //! | `report/` | what is reported in control lines, counters and spans |
 
 mod cancellations;
 mod cpu_pool;
 mod intake;
 mod isolation;
-mod live_settings;
+mod pause;
 mod places;
 mod prefetch;
 mod report;
@@ -40,7 +40,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::BoxFuture;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 
 use crate::batching::Policy;
 use crate::broker::{BrokerError, BrokerSession};
@@ -49,7 +49,7 @@ use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
 use crate::fetch::Fetcher;
 use crate::model::{Dtype, LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
-use crate::protocol::control::{BatchChange, Event};
+use crate::protocol::control::Event;
 use crate::shutdown::{Exit, Phase, Stop};
 use crate::telemetry::traces::Traces;
 
@@ -60,7 +60,7 @@ use report::{Counters, DeviceReport};
 pub use cancellations::Cancellations;
 pub use intake::Ended;
 pub use isolation::CrashRecords;
-pub use live_settings::LiveSettings;
+pub use pause::Pause;
 pub use report::Reporter;
 pub use withdrawn::Withdrawn;
 
@@ -136,8 +136,8 @@ pub struct Control {
     pub reporter: Reporter,
     /// The launcher's records of tasks that killed workers.
     pub crashes: CrashRecords,
-    /// The settings that the launcher changes.
-    pub settings: LiveSettings,
+    /// Whether the launcher has paused the worker.
+    pub pause: Pause,
     /// Cancellations of tasks. Written by the reader of the launcher's commands, read by the intake.
     pub cancellations: Cancellations,
     /// Jobs that were withdrawn.
@@ -216,18 +216,16 @@ async fn serve(
     });
     let worker = assemble(assignment, engine, (device, dtype), context);
     let (fault_sender, mut faults) = mpsc::channel(1);
-    let policy = worker.policy;
     let helpers = [
         tokio::spawn(dispatch(notices, lost, worker.isolation.clone(), fault_sender)),
-        tokio::spawn(apply_batch_changes(control.settings.batch(), worker.engine.clone(), policy)),
         tokio::spawn(report::send_stats(counters.clone(), reporter.clone())),
         tokio::spawn(report::announce_drain(stop.clone(), reporter.clone())),
     ];
     let ended = loop {
-        if control.settings.is_paused() {
+        if control.pause.is_set() {
             reporter.send(&Event::Paused).await;
         }
-        if !control.settings.wait_until_may_consume(&stop).await {
+        if !control.pause.wait_until_may_consume(&stop).await {
             break Ok(Ended::Drained);
         }
         // Once the broker has accepted this worker or an earlier one, a refusal may be an outage, so it is retried.
@@ -350,20 +348,4 @@ async fn dispatch(
     };
     isolation.record_device_failure();
     let _ = fault_sender.send(error).await;
-}
-
-/// Applies changed bounds of batches to the engine.
-async fn apply_batch_changes(
-    mut changes: watch::Receiver<BatchChange>,
-    engine: Arc<dyn Engine>,
-    policy: Policy,
-) {
-    // The bounds may have been changed while the model was being loaded.
-    if *changes.borrow() != BatchChange::default() {
-        changes.mark_changed();
-    }
-    while changes.changed().await.is_ok() {
-        let overrides = *changes.borrow_and_update();
-        engine.set_policy(live_settings::with_overrides(policy, overrides));
-    }
 }

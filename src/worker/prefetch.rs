@@ -113,10 +113,6 @@ impl Prefetch {
         Self { of_sequences: Some(prefetch), ..Self::new(limits, prefetch, prefetch, now) }
     }
 
-    pub(super) fn set_limits(&mut self, limits: Limits) {
-        self.limits = limits;
-    }
-
     pub(super) fn received(&mut self, bytes: usize, now: Instant) {
         self.bytes.add(bytes as f64, SMALL_WINDOW);
         let interval = self.last_received_at.replace(now).map(|last| now.duration_since(last));
@@ -179,12 +175,6 @@ pub(super) struct SharedPrefetch(Option<Arc<Mutex<Prefetch>>>);
 impl SharedPrefetch {
     pub(super) fn new(prefetch: Option<Prefetch>) -> Self {
         Self(prefetch.map(|prefetch| Arc::new(Mutex::new(prefetch))))
-    }
-
-    pub(super) fn set_limits(&self, limits: Limits) {
-        if let Some(mut prefetch) = self.lock() {
-            prefetch.set_limits(limits);
-        }
     }
 
     /// Records a message of `bytes` bytes. Returns the new prefetch if it differs enough from the current one.

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
@@ -16,13 +16,12 @@ use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, ErrorLog, QueueTimeouts, Queues, Settlement, Stalled};
 use super::task_run::Shared;
 use super::turns::Turns;
-use super::{Control, WorkerError, live_settings};
+use super::{Control, WorkerError};
 use crate::batching::Policy;
 use crate::broker::{BrokerSession, PerSource};
 use crate::config::{self, Assignment};
 use crate::engine::Engine;
 use crate::fetch::Fetcher;
-use crate::protocol::control::BatchChange;
 use crate::protocol::{self, WorkerInfo};
 use crate::shutdown::Stop;
 
@@ -58,17 +57,13 @@ impl Worker {
     ) -> Result<SessionEnd, WorkerError> {
         let connection_watcher = tokio::spawn(watch_connection(session.acker.clone(), self.counters.clone()));
         let shared = Arc::new(self.shared(&session, stop));
-        let limits_updater =
-            tokio::spawn(apply_limits(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
-        let settings = self.control.settings.clone();
+        let pause = self.control.pause.clone();
         let cancellations = self.control.cancellations.open();
         let consumers =
             PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
-        let intake = Intake::new(shared, consumers, stop.clone(), settings, cancellations);
+        let intake = Intake::new(shared, consumers, stop.clone(), pause, cancellations);
         let ended = intake.run(faults).await;
-        for helper in [connection_watcher, limits_updater] {
-            helper.abort();
-        }
+        connection_watcher.abort();
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
             // The broker reads the acks that were sent before the close, and then requeues the unsettled tasks.
             let publisher = tokio::time::timeout(CLOSE_TIMEOUT, session.publisher.close());
@@ -137,7 +132,7 @@ impl Worker {
 
     /// A prefetch that adapts to the size of messages, unless the user has set one.
     fn shared_prefetch(&self) -> SharedPrefetch {
-        let limits = self.limits()(*self.control.settings.batch().borrow());
+        let limits = self.limits();
         let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
         let adaptive = match self.engine.sequences() {
             Some(_) => Prefetch::of_sequences(limits, first, Instant::now()),
@@ -146,29 +141,14 @@ impl Worker {
         SharedPrefetch::new(self.adapts_prefetch.then_some(adaptive))
     }
 
-    /// Returns a function from the overrides for batches to the bounds of the prefetch.
-    fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
+    /// The bounds of the prefetch.
+    fn limits(&self) -> Limits {
         // While a GPU computes, the CPU preprocesses or answers one more batch.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
         let pool = &self.assignment.pool;
         // Each queue has a prefetch of its own.
         let queues = 1 + u64::from(pool.background_queue.is_some());
-        let (policy, bytes) = (self.policy, pool.prefetch_bytes / queues);
-        move |overrides| {
-            let policy = live_settings::with_overrides(policy, overrides);
-            Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }
-        }
-    }
-}
-
-/// Applies changed bounds of batches to the prefetch: with too small a prefetch, a larger batch could never be full.
-async fn apply_limits(
-    mut changes: watch::Receiver<BatchChange>,
-    prefetch: PerSource<SharedPrefetch>,
-    limits: impl Fn(BatchChange) -> Limits + Send,
-) {
-    while changes.changed().await.is_ok() {
-        let overrides = *changes.borrow_and_update();
-        prefetch.iter().for_each(|prefetch| prefetch.set_limits(limits(overrides)));
+        let Policy { max_tokens, max_requests, .. } = self.policy;
+        Limits { batches, tokens: max_tokens, requests: max_requests, bytes: pool.prefetch_bytes / queues }
     }
 }

@@ -318,10 +318,23 @@ impl Shared {
         route.ok_or_else(|| {
             let served: Vec<&str> = routes.iter().map(|route| route.url).collect();
             let (requested, served) = (shorten(requested.unwrap_or_default(), 80), served.join(", "));
-            let message = format!("url {requested:?} is not served here; this pool answers {served}");
+            let mut message = format!("url {requested:?} is not served here; this pool answers {served}");
+            if let Some(meant) = routes.iter().find(|route| is_spelt_like(route.url, &requested)) {
+                message += &format!("; did you mean {}?", meant.url);
+            }
             TaskError::new(TaskErrorKind::UnknownUrl, message).with_param("url")
         })
     }
+}
+
+/// Whether two URLs differ in nothing but `-` and `_`, capitals, slashes at the end and `/v1` at the beginning: the
+/// URLs of some requests are those of other servers, which spell them differently.
+fn is_spelt_like(url: &str, other: &str) -> bool {
+    let plain = |url: &str| {
+        let url = url.to_ascii_lowercase().replace('-', "_");
+        url.trim_end_matches('/').trim_start_matches("/v1").to_owned()
+    };
+    plain(url) == plain(other)
 }
 
 /// The error of a task whose headers are so large that it must not be delivered again.

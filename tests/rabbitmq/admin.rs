@@ -247,23 +247,12 @@ async fn drain_empties_a_slot_restart_fills_it_anew_shutdown_ends_the_launcher()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bounds_of_batches_and_the_log_filter_change_at_run_time() {
+async fn the_log_filter_changes_at_run_time() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).controlled();
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
-    slots(&settings, &["set-batch", "--max-requests", "3", "--all"]).await;
-    sconce.wait_for_log("batches have other bounds").await;
-    // Behind one that is held, so that the others wait for the device together.
-    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0}))).await;
-    client.publish_all(&settings.tasks, (0..12).map(|n| Task::new(json!({"input": n})))).await;
-    client.ready_becomes(&settings.tasks, 0).await;
-    gate.open();
-    let sizes: Vec<i64> =
-        replies.take(13).await.iter().map(|it| it.header("batch_size").parse().expect("an answer")).collect();
-    assert_eq!(sizes.iter().max(), Some(&3), "{sizes:?}");
-    assert_eq!(slots(&settings, &["ping"]).await[0]["batch"]["max_requests"], 3);
     let bad = || Task::new(json!({"input": 1, "sleep_ms": "long"}));
     client.publish(&settings.tasks, bad()).await;
     assert_eq!(replies.next().await.status_code(), 400);
@@ -272,11 +261,6 @@ async fn bounds_of_batches_and_the_log_filter_change_at_run_time() {
     sconce.wait_for_log("logging by another filter").await;
     client.publish(&settings.tasks, bad()).await;
     sconce.wait_for_log(" answering ").await;
-    let (code, answers, _) = ctl(&settings, &["set-batch", "--max-delay", "2m", "--all"]).await;
-    assert!(
-        code == 1 && answers[0]["error"].as_str().is_some_and(|it| it.contains("max_delay_ms")),
-        "{answers:?}"
-    );
     assert_eq!(sconce.stop().await, 0);
 }
 
@@ -312,7 +296,7 @@ async fn any_client_can_ask_and_what_is_no_request_is_refused_in_words() {
         (pool.as_str(), r#"{"command":"ping"}"#, "version", env!("CARGO_PKG_VERSION")),
         ("all", r#"{"command":"explode"}"#, "error", "unknown variant `explode`"),
         ("all", "null", "error", "not a request"),
-        ("all", r#"{"command":"set-batch","max_tokens":0}"#, "error", "whole numbers from 1"),
+        ("all", r#"{"command":"cancel"}"#, "error", "cancel needs"),
     ] {
         ask(key, body).await;
         let answer = answers.next().await;

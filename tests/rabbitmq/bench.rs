@@ -145,29 +145,3 @@ async fn a_reply_that_does_not_come_is_waited_for_no_longer_than_asked() {
     );
     assert!(begun.elapsed().as_secs() < 20);
 }
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_a_load_is_refused_before_anything_is_published() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = |name: &str, text: &str| {
-        let path = folder.path().join(name);
-        fs::write(&path, text).expect("a file");
-        path.display().to_string()
-    };
-    let (empty, broken) = (path("empty.jsonl", "\n\n"), path("broken.jsonl", "\"a\"\n\n{\"input\": \n"));
-    // Nobody listens there.
-    let settings = Settings::echo("amqp://127.0.0.1:1");
-    for (arguments, words) in [
-        ("--in-flight 4 --rate 2".to_owned(), &["--in-flight", "--rate"][..]),
-        ("--rate 0".to_owned(), &["--rate", "'0'", "more than 0"]),
-        (format!("--input {empty}"), &["empty.jsonl", "holds no task"]),
-        (format!("--input {broken}"), &["broken.jsonl", "line 3", "expected a JSON object"]),
-        ("--input /no/such/file".to_owned(), &["/no/such/file"]),
-        ("--pool other".to_owned(), &["\"other\""]),
-    ] {
-        let (code, bench) = bench(&settings, &arguments).await;
-        let log = bench.log();
-        assert_eq!(code, 64, "{arguments}: {log}");
-        assert!(words.iter().all(|word| log.contains(word)), "{arguments}: no {words:?} in {log}");
-    }
-}

@@ -70,45 +70,6 @@ async fn an_expired_message_is_not_dead_lettered_one_over_the_delivery_limit_is(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_keeps_the_body_and_properties_it_came_with() {
-    let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url());
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&rabbit.url()).await;
-    let odd = Task::raw(vec![0, 159, 146, 150]).id("odd").header("mine", "kept");
-    client.publish(&settings.tasks, odd.with(|it| it.with_app_id("producer".into()))).await;
-    let letter = client.get(&settings.dead).await;
-    assert_eq!(letter.raw, [0, 159, 146, 150]);
-    assert_eq!((letter.header("reason").as_str(), letter.header("mine").as_str()), ("undecodable", "kept"));
-    assert_eq!(letter.properties.app_id().as_ref().map(|it| it.as_str()), Some("producer"));
-    let mut replies = client.inbox(&settings.replies).await;
-    assert_eq!(replies.next().await.status_code(), 400);
-    let unknown = Task::new(json!({})).with(|it| it.with_type("control.dance".into()));
-    client.publish(&settings.tasks, unknown).await;
-    assert_eq!(client.get(&settings.dead).await.header("reason"), "unknown_control");
-    assert_eq!(sconce.stop().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_task_out_of_attempts_is_dead_lettered_with_that_reason_and_answered() {
-    let settings = Settings::echo(Rabbit::shared().url()).set("broker.delivery_limit", 2);
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&Rabbit::shared().url()).await;
-    assert_eq!(sconce.stop().await, 0);
-    client.publish(&settings.tasks, Task::new(json!({"input": "again"})).id("again")).await;
-    for _ in 0..2 {
-        client.return_one(&settings.tasks).await;
-    }
-    let sconce = Sconce::launched(&settings).await;
-    let letter = client.get(&settings.dead).await;
-    assert_eq!((letter.header("reason").as_str(), letter.header("task_id").as_str()), ("attempts", "again"));
-    assert!(letter.header("error").contains("2 times"), "{}", letter.header("error"));
-    assert_eq!(client.get(&settings.replies).await.status_code(), 500);
-    assert_eq!(sconce.stop().await, 0);
-    client.ready_becomes(&settings.tasks, 0).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn tasks_with_headers_as_large_as_a_frame_are_refused_and_stop_nobody() {
     let settings = Settings::echo(Rabbit::shared().url());
     let sconce = Sconce::launched(&settings).await;

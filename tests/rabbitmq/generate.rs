@@ -76,48 +76,6 @@ async fn sixteen_drawn_texts_are_the_same_after_a_kill_and_from_two_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_pool_of_texts_cannot_answer_is_refused_and_the_rest_answered() {
-    let settings = settings().set("pool[0].options.context", "128");
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    let long = "word ".repeat(200);
-    let good = Task::new(
-        json!({"prompt": "Count: one, two, three, four, five,", "max_tokens": 4, "temperature": 0}),
-    )
-    .id("good");
-    let cases: [(Task, i64, Value); 5] = [
-        (Task::new(json!({"prompt": long})), 400, json!("prompt")),
-        (Task::new(json!({"prompt": "a", "n": 9})), 400, json!("n")),
-        (Task::new(json!({"prompt": "a", "logit_bias": {"1": 2}})), 400, json!("logit_bias")),
-        (Task::new(json!({"prompt": "a", "model": "gpt-5"})), 404, json!("model")),
-        (Task::new(json!({"prompt": [49_152]})), 400, json!("prompt")),
-    ];
-    client.publish(&settings.tasks, good.header("url", "/v1/completions")).await;
-    let expected: BTreeMap<String, (i64, Value)> = cases
-        .iter()
-        .enumerate()
-        .map(|(number, (_, status, param))| (number.to_string(), (*status, param.clone())))
-        .collect();
-    let bad = cases.into_iter().enumerate();
-    let bad = bad.map(|(number, (task, ..))| task.id(number.to_string()).header("url", "/v1/completions"));
-    client.publish_all(&settings.tasks, bad).await;
-    for _ in 0..6 {
-        let reply = inbox.next().await;
-        match expected.get(&reply.correlation_id) {
-            Some((status, param)) => {
-                assert_eq!(
-                    (reply.status_code(), &reply.body["error"]["param"]),
-                    (*status, param),
-                    "{reply:?}"
-                );
-            }
-            None => assert!(
-                reply.body["choices"][0]["text"].as_str().is_some_and(|text| text.starts_with(" six"))
-            ),
-        }
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn grammars_that_explode_are_refused_while_others_are_answered() {
     let settings = settings();
     let (sconce, client, mut inbox) = serve(&settings).await;

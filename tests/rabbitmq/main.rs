@@ -44,6 +44,7 @@ mod sequences;
 mod settling;
 mod shutdown;
 mod silent;
+mod start_page;
 mod strict;
 mod submit;
 mod threads;

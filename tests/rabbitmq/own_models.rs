@@ -1,4 +1,4 @@
-//! The crates in `examples/`: models of one's own, as `docs/own-models.md` and `docs/candle-transformers.md` show them.
+//! The crates in `examples/`: models of one's own, as `docs/own-models.md` shows them.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

@@ -31,26 +31,6 @@ async fn a_task_is_answered_in_the_queue_it_names_and_else_in_the_pools() {
     client.ready_becomes(&settings.tasks, 0).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn bytes_marked_by_kombu_are_read_and_an_encoding_that_is_not_is_named() {
-    let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url());
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&rabbit.url()).await;
-    let mut own = client.private_inbox().await;
-    for (encoding, status) in [("binary", 200), ("gzip", 400)] {
-        let task = Task::new(json!({"input": "a"})).reply_to(&own.queue);
-        let task = task.with(|properties| properties.with_content_encoding(encoding.into()));
-        client.publish(&settings.tasks, task).await;
-        let reply = own.next().await;
-        assert_eq!(reply.status_code(), status, "{reply:?}");
-        if status == 400 {
-            assert_eq!(reply.body["error"]["param"], "content_encoding");
-        }
-    }
-    assert_eq!(sconce.stop().await, 0);
-}
-
 /// More of them, and of their bytes, than a publisher sends ahead. On one thread: on several, room that
 /// comes about while the last of them ask for it goes to those, before the ones that wait.
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use super::messages::{busy_with, minilm, serve};
+use super::messages::{busy_with, serve};
 use crate::support::client::{Client, Task};
 use crate::support::processes::lives;
 use crate::support::rabbit::Rabbit;
@@ -144,122 +144,6 @@ async fn a_worker_started_by_hand_works_and_stops_on_sigterm() {
     let mut worker = Sconce::run(&settings, &["worker"]);
     client.publish(&settings.tasks, Task::sentinel()).await;
     assert_eq!(worker.exit_code().await, 80, "stopped on request");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_model_that_cannot_be_loaded_exits_with_82_and_names_the_file() {
-    let folder = tempfile::tempdir().expect("a folder");
-    for file in fs::read_dir(minilm()).expect("the model").flatten().filter(|it| it.path().is_file()) {
-        if file.file_name() != "model.safetensors" {
-            fs::copy(file.path(), folder.path().join(file.file_name())).expect("a copy");
-        }
-    }
-    fs::create_dir(folder.path().join("1_Pooling")).expect("a folder");
-    let pooling = "1_Pooling/config.json";
-    fs::copy(minilm().join(pooling), folder.path().join(pooling)).expect("a copy");
-    let settings = settings().set("pool[0].model", folder.path().display());
-    let weights = folder.path().join("model.safetensors");
-    for content in [None, Some(&b"\x40\x00\x00\x00\x00\x00\x00\x00{\"cut"[..])] {
-        if let Some(bytes) = content {
-            fs::write(&weights, bytes).expect("a file");
-        }
-        let mut sconce = Sconce::launch(&settings);
-        assert_eq!(sconce.exit_code().await, 82);
-        assert!(sconce.log().contains(weights.to_str().expect("UTF-8")), "{}", sconce.log());
-        assert_eq!(sconce.logged("starting the worker again"), 0, "tried once, then given up");
-        let said: Vec<_> =
-            sconce.log().lines().filter(|it| it.contains("ERROR")).map(str::to_owned).collect();
-        assert_eq!(said.len(), 2, "the slot's end and the launcher's, each with the cause: {said:?}");
-    }
-    // The real weights, torn in their middle.
-    let whole = fs::read(minilm().join("model.safetensors")).expect("the weights");
-    fs::write(&weights, &whole[..whole.len() / 2]).expect("a file");
-    let mut sconce = Sconce::launch(&settings);
-    assert_eq!(sconce.exit_code().await, 82);
-    assert!(sconce.log().contains("model.safetensors"), "{}", sconce.log());
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_load_failure_is_logged_once_for_all_slots_and_again_at_the_end() {
-    let two = || settings().set("pool[0].devices", r#"["cpu", "cpu"]"#);
-    let folder = two().set("pool[0].model", "/no/such/folder");
-    let hub = || {
-        let hub = two().set("pool[0].model", "no-such/model");
-        hub.set("launcher.restart_delay", "10ms").set("launcher.restart_delay_max", "10ms")
-    };
-    let offline = hub().environment("HF_HUB_OFFLINE", "1");
-    let empty = tempfile::tempdir().expect("a folder");
-    let unreachable = hub()
-        .environment("HF_ENDPOINT", "http://127.0.0.1:9")
-        .environment("HF_HOME", empty.path().to_str().expect("UTF-8"));
-    for (settings, exit, cause) in [
-        (folder, 82, "/no/such/folder: no such folder"),
-        (
-            offline,
-            82,
-            "no-such/model; from the Hugging Face hub: is not in the cache, and HF_HUB_OFFLINE is set",
-        ),
-        (unreachable, 86, "no-such/model; from the Hugging Face hub: "),
-    ] {
-        let mut sconce = Sconce::launch(&settings);
-        assert_eq!(sconce.exit_code().await, exit, "{}", sconce.log());
-        let log = sconce.log();
-        assert_eq!(log.lines().filter(|line| line.contains(cause)).count(), 2, "{log}");
-        let last = log.lines().last().unwrap_or_default();
-        assert!(last.contains("all workers have ended") && last.contains(cause), "{log}");
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn settings_with_three_mistakes_are_refused_with_all_three_named() {
-    let wrong = settings()
-        .set("pool[0].batch.max_delay", "\"soon\"")
-        .set("pool[0].workers_per_device", "0")
-        .set("launcher.shutdown_gracc", "1s");
-    let mut sconce = Sconce::launch(&wrong);
-    assert_eq!(sconce.exit_code().await, 78);
-    let log = sconce.log();
-    for words in ["pool[0].batch.max_delay", "soon", "workers_per_device", "shutdown_gracc", "shutdown_grace"]
-    {
-        assert!(log.contains(words), "{words}: {log}");
-    }
-    assert_eq!(sconce.workers().len(), 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_is_not_here_is_refused_and_the_cpu_is_no_substitute() {
-    for (devices, words) in [("[\"cuda:1\"]", "cuda:1"), ("[]", "devices"), ("[\"cpu\", \"tpu\"]", "tpu")] {
-        let mut sconce = Sconce::launch(&settings().set("pool[0].devices", devices));
-        assert_eq!(sconce.exit_code().await, 78, "{devices}");
-        assert!(sconce.log().contains(words), "{devices}: {}", sconce.log());
-        assert_eq!(sconce.logged("worker spawned"), 0);
-    }
-    let mut worker = Sconce::run(&settings(), &["worker", "--device", "cuda:1"]);
-    assert_eq!(worker.exit_code().await, 83);
-    assert!(worker.log().contains("cuda:1"), "{}", worker.log());
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_panic_or_failure_in_the_forward_pass_is_an_error_of_one_task_alone() {
-    let settings = settings().set("pool[0].retry.delay", "50ms");
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    let workers = sconce.workers();
-    for (kind, code, status) in [("panic", 500, "failed"), ("error", 500, "failed"), ("oom", 507, "failed")] {
-        among_seven(&sconce, &client, &settings, fault(kind)).await;
-        for reply in inbox.take(9).await {
-            let bad = reply.correlation_id == kind;
-            assert_eq!(reply.status_code(), if bad { code } else { 200 }, "{kind}: {reply:?}");
-            if bad {
-                assert_eq!(
-                    (reply.header("status").as_str(), reply.header("attempt").as_str()),
-                    (status, "3")
-                );
-                assert!(!reply.body["error"]["message"].as_str().unwrap_or_default().is_empty());
-            }
-        }
-    }
-    assert_eq!(sconce.workers(), workers, "the same process");
-    assert_eq!(client.look(&settings.dead).await, Some((3, 0)), "out of attempts");
 }
 
 #[tokio::test(flavor = "multi_thread")]

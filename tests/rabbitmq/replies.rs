@@ -18,24 +18,6 @@ const DIRECT: &str = "amq.rabbitmq.reply-to";
 const IDLE: Stats = Stats { ready: 0, unacked: 0, consumers: 1 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_task_that_wants_no_reply_is_acked_without_one() {
-    let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url()).set("pool[0].reply_queue", "");
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&rabbit.url()).await;
-    client.publish_all(&settings.tasks, (0..3).map(|n| Task::new(json!({"input": n})))).await;
-    // Computed after them.
-    let mut own = client.private_inbox().await;
-    client.publish(&settings.tasks, Task::new(json!({"input": "loud"})).reply_to(&own.queue)).await;
-    assert_eq!(own.next().await.body["input"], "loud");
-    rabbit.stats_become(&settings.tasks, IDLE).await;
-    assert_eq!(client.look(&settings.replies).await, None);
-    assert_eq!(sconce.stop().await, 0);
-    client.ready_becomes(&settings.tasks, 0).await;
-    client.ready_becomes(&settings.dead, 0).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn the_reply_to_a_deleted_queue_is_parked_and_the_worker_lives() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url());

@@ -18,39 +18,6 @@ fn failing(kind: &str) -> Task {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_fails_once_is_tried_again_and_answered() {
-    let settings = settings().set("pool[0].retry.delay", "100ms");
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, failing("once")).await;
-    let reply = inbox.next().await;
-    assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (200, "2"));
-    assert_eq!(sconce.logged("it is tried again"), 1);
-    assert_eq!(sconce.stop().await, 0);
-    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
-    client.ready_becomes(&settings.tasks, 0).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_always_fails_is_answered_and_dead_lettered_after_its_last_attempt() {
-    let settings = settings().set("pool[0].retry.delay", "50ms").set("pool[0].retry.max_attempts", 4);
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    let task = failing("error").header("own", "kept").with(|it| it.with_message_id("m".into()));
-    client.publish(&settings.tasks, task).await;
-    let reply = inbox.next().await;
-    assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (500, "4"));
-    assert_eq!(sconce.logged("it is tried again"), 3);
-    let letter = client.get(&settings.dead).await;
-    assert_eq!((letter.header("reason").as_str(), letter.header("task_id").as_str()), ("attempts", "m"));
-    assert_eq!((letter.header("own").as_str(), letter.header("sconce_attempt").as_str()), ("kept", ""));
-    assert_eq!(letter.body, json!({"input": "a", "fail": "error"}));
-    // Put back by hand, it begins anew.
-    client.publish(&settings.tasks, Task { body: letter.raw, properties: letter.properties }).await;
-    assert_eq!(inbox.next().await.header("attempt"), "4");
-    assert_eq!(sconce.logged("it is tried again"), 6);
-    assert_eq!(sconce.stop().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_task_that_waits_for_a_retry_blocks_no_other_and_outlives_its_worker() {
     let settings = settings().set("pool[0].retry.delay", "3s").set("pool[0].prefetch", 1);
     let (sconce, client, mut inbox) = serve(&settings).await;
@@ -62,26 +29,6 @@ async fn a_task_that_waits_for_a_retry_blocks_no_other_and_outlives_its_worker()
     let reply = inbox.next().await;
     assert_eq!((reply.correlation_id.as_str(), reply.status_code()), ("once", 200));
     assert_eq!(reply.header("attempt"), "2");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_task_whose_time_is_over_by_then_is_answered_at_once_with_its_error() {
-    let settings = settings().set("pool[0].retry.delay", "30s");
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, failing("error").with(|it| it.with_expiration("10000".into()))).await;
-    let reply = inbox.next().await;
-    assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (500, "1"));
-    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_deadline_holds_over_attempts() {
-    let settings = settings().set("pool[0].retry.delay", "1s").set("pool[0].retry.max_attempts", 9);
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, failing("error").with(|it| it.with_expiration("2000".into()))).await;
-    let reply = inbox.next().await;
-    let attempt = reply.headers["attempt"].as_i64().expect("a number");
-    assert!(attempt < 9 && [408, 500].contains(&reply.status_code()), "{reply:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

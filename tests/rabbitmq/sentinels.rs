@@ -22,7 +22,7 @@ fn slow(id: usize, sleep_ms: u64) -> Task {
 }
 
 /// Makes the task queue as sconce does, before any worker runs.
-pub async fn make_queue(client: &Client, settings: &Settings) {
+async fn make_queue(client: &Client, settings: &Settings) {
     use lapin::types::AMQPValue;
     let quorum = ("x-queue-type", AMQPValue::LongString("quorum".into()));
     client.declare(&settings.tasks, &[quorum, ("x-delivery-limit", AMQPValue::LongLongInt(20))]).await;
@@ -89,50 +89,6 @@ async fn what_is_behind_a_sentinel_stays_in_the_queue_in_its_order() {
     }
     assert_eq!(order, ["2", "control.shutdown", "3"]);
     assert_eq!(client.look(&settings.replies).await, Some((0, 1)));
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_sentinel_is_a_type_or_a_null_body_and_nothing_else_is_one() {
-    let settings = settings(3);
-    let (mut sconce, client, mut inbox) = serve(&settings).await;
-    consumers(&client, &settings, 3).await;
-    let words = ["STOP", "null", "control.shutdown", "{\"type\":\"control.shutdown\"}"];
-    for word in words {
-        client.publish(&settings.tasks, Task::new(json!({"input": word}))).await;
-        assert_eq!(inbox.next().await.body["input"], word);
-    }
-    client.publish(&settings.tasks, Task::new(json!({"input": null}))).await;
-    assert_eq!(inbox.next().await.status_code(), 200);
-    client.publish(&settings.tasks, Task::raw("STOP")).await;
-    assert_eq!(inbox.next().await.status_code(), 400, "a body that is no JSON is a bad task");
-    assert_eq!(sconce.workers().len(), 3);
-    let typed = Task::new(json!({"input": "any body"})).with(|it| it.with_type("control.shutdown".into()));
-    for (left, sentinel) in [(2, typed), (1, Task::raw("null"))] {
-        client.publish(&settings.tasks, sentinel).await;
-        sconce.wait_for_workers(left).await;
-    }
-    client.publish(&settings.tasks, Task::raw(" null\n")).await;
-    assert_eq!(sconce.exit_code().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_sentinel_has_the_batch_in_hand_computed_at_once() {
-    let settings = settings(1).set("pool[0].batch.max_delay", "1m");
-    let (mut sconce, client, mut inbox) = serve(&settings).await;
-    let gate = busy_with(&sconce, &client, &settings, slow(0, 0)).await;
-    client.publish_all(&settings.tasks, (1..4).map(|n| slow(n, 0)).chain([Task::sentinel()])).await;
-    sconce.wait_for_log("sentinel received").await;
-    gate.open();
-    // Not after max_delay: no wait here is so long.
-    assert_eq!(sconce.exit_code().await, 0);
-    let replies = inbox.take(4).await;
-    assert!(replies.iter().all(|reply| reply.status_code() == 200));
-    // The reply to the first may come after the others': each is published by its own task.
-    let batch_size = |id: &str| {
-        let reply = replies.iter().find(|reply| reply.correlation_id == id).expect("answered");
-        reply.headers["batch_size"].as_i64()
-    };
-    assert_eq!(["1", "2", "3"].map(batch_size), [Some(3); 3]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -349,17 +305,4 @@ async fn a_worker_that_starts_after_a_withdrawal_knows_it_from_its_launcher() {
     client.publish(&settings.tasks, slow(1, 0)).await;
     assert_eq!(inbox.next().await.correlation_id, "1");
     assert_eq!(sconce.stop().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn where_the_settings_say_so_a_null_stops_nobody() {
-    let settings = settings(1).set("pool[0].sentinels", "type");
-    let (mut sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, Task::new(serde_json::Value::Null).id("null")).await;
-    assert_eq!(inbox.next().await.correlation_id, "null");
-    client.publish(&settings.tasks, slow(1, 0)).await;
-    assert_eq!(inbox.next().await.status_code(), 200);
-    let mut stop = Sconce::run(&settings, &["stop"]);
-    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
-    assert_eq!(sconce.exit_code().await, 0);
 }

@@ -94,30 +94,6 @@ async fn a_sequence_ends_when_its_reader_has_left_and_the_device_is_free_again()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reply_queue_made_again_after_a_moment_costs_no_generated_task() {
-    let settings = settings();
-    let (_sconce, client, _inbox) = serve(&settings).await;
-    let again = format!("{}.again", settings.name);
-    client.declare(&again, &[]).await;
-    // 12 s.
-    let task =
-        |n: usize| Task::new(sequence(600, json!({"stream": true}))).id(n.to_string()).reply_to(&again);
-    client.publish_all(&settings.tasks, (0..3).map(task)).await;
-    let mut running = std::collections::BTreeSet::new();
-    while running.len() < 3 {
-        running.insert(client.get(&again).await.correlation_id);
-    }
-    client.delete(&again).await;
-    // The absence itself is what lasts here: there is no event to wait for.
-    tokio::time::sleep(Duration::from_millis(1_400)).await;
-    client.declare(&again, &[]).await;
-    let mut inbox = client.inbox(&again).await;
-    let texts = texts(&mut inbox, 3).await;
-    assert!(texts.values().all(|text| *text == words(600)), "{texts:?}");
-    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn publish_waits_for_the_reply_and_takes_no_part_for_it() {
     let settings = settings();
     let (_sconce, _client, _inbox) = serve(&settings).await;
@@ -193,9 +169,9 @@ async fn a_stopped_launcher_hands_sequences_back_and_the_next_says_the_same() {
     let settings = settings().set("launcher.shutdown_grace", "4s");
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     client
-        .publish_all(&settings.tasks, (0..4).map(|n| Task::new(sequence(600, json!({}))).id(n.to_string())))
+        .publish_all(&settings.tasks, (0..4).map(|n| Task::new(sequence(300, json!({}))).id(n.to_string())))
         .await;
-    let streamed = Task::new(sequence(600, json!({"stream": true}))).id("4").reply_to(&settings.replies);
+    let streamed = Task::new(sequence(300, json!({"stream": true}))).id("4").reply_to(&settings.replies);
     client.publish(&settings.tasks, streamed).await;
     assert_eq!(inbox.next().await.kind, "reply.part", "the last of them runs");
     sconce.signal(Signal::SIGTERM);
@@ -203,7 +179,7 @@ async fn a_stopped_launcher_hands_sequences_back_and_the_next_says_the_same() {
     client.ready_becomes(&settings.tasks, 5).await;
     let _next = Sconce::launched(&settings).await;
     for (id, text) in texts(&mut inbox, 5).await {
-        assert_eq!(text, words(600), "{id}");
+        assert_eq!(text, words(300), "{id}");
     }
 }
 

@@ -1,5 +1,5 @@
-//! Traces: whose trace a reply is in, which spans a collector is sent, and that nobody waits for one
-//! that is not there.
+//! Traces: which spans a collector is sent, and that nobody waits for one that is not there. Which task is in which trace
+//! is shown in `src/worker/tests/tracing.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use serde_json::json;
 
-use super::messages::{are_taken, busy_with, serve};
+use super::messages::{busy_with, serve};
 use crate::support::client::{Received, Task};
 use crate::support::collector::{Collector, attribute, hex};
 use crate::support::rabbit::Rabbit;
@@ -40,10 +40,6 @@ fn context(reply: &Received) -> [String; 3] {
 
 fn is_task(span: &Span) -> bool {
     span.name.starts_with("process ")
-}
-
-fn is_batch(span: &Span) -> bool {
-    span.name == "forward"
 }
 
 fn has_id(id: &str) -> impl Fn(&Span) -> bool {
@@ -99,113 +95,6 @@ async fn a_reply_continues_the_trace_of_its_task_whose_span_is_between_them() {
     assert_eq!(collector.resource("service.name"), "sconce");
     assert_eq!(collector.resource("service.instance.id"), reply.header("worker"));
     assert_eq!(collector.header("authorization"), "Bearer t0ken");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_batchs_span_links_to_each_of_its_tasks_once() {
-    let collector = Collector::start().await;
-    let settings = settings(&collector.endpoint());
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": "busy"})).id("first")).await;
-    client.publish_all(&settings.tasks, ["a", "b"].map(|id| traced(id, "01"))).await;
-    are_taken(&client, &settings, &mut inbox).await;
-    gate.open();
-    let replies = inbox.take(3).await;
-    let [alone, batch]: [Span; 2] =
-        collector.wait_for("batches", 2, is_batch).await.try_into().expect("two batches");
-    assert_eq!((alone.links.len(), attribute(&alone, "sconce.batch.tasks")), (1, json!(1)));
-    for (name, number) in [("size", 4), ("tokens", 4), ("tasks", 2)] {
-        assert_eq!(attribute(&batch, &format!("sconce.batch.{name}")), number, "{name}");
-    }
-    assert_eq!(attribute(&batch, "sconce.device"), "cpu");
-    assert!(batch.parent_span_id.is_empty(), "in a trace of its own");
-    let links: Vec<_> = batch.links.iter().map(|link| (hex(&link.trace_id), hex(&link.span_id))).collect();
-    let tasks = replies.iter().filter(|reply| reply.correlation_id != "first").map(context);
-    let mut tasks: Vec<_> = tasks.map(|[trace, span, _]| (trace, span)).collect();
-    // They came in this order; their replies in any.
-    tasks.sort_by_key(|task| links.iter().position(|link| link == task));
-    assert_eq!(links, tasks);
-    assert_ne!(hex(&batch.trace_id), TRACE);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn without_a_context_that_can_be_read_a_trace_begins_here() {
-    let collector = Collector::start().await;
-    let settings = settings(&collector.endpoint());
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    let malformed = Task::new(json!({"input": 1})).id("malformed");
-    let malformed = malformed.header("traceparent", "00-1-2-01").header("tracestate", "vendor=1");
-    let tasks = [Task::new(json!({"input": 1})).id("none"), malformed];
-    client.publish_all(&settings.tasks, tasks).await;
-    for reply in inbox.take(2).await {
-        assert_eq!(reply.status_code(), 200);
-        let [trace, span_id, flags] = context(&reply);
-        assert!(!trace.trim_matches('0').is_empty() && flags == "01", "{reply:?}");
-        assert_eq!(reply.header("tracestate"), "", "another trace's");
-        let span = collector.wait_for("the task's", 1, has_id(&reply.correlation_id)).await.remove(0);
-        assert_eq!((hex(&span.trace_id), hex(&span.span_id)), (trace, span_id));
-        assert!(span.parent_span_id.is_empty(), "{span:?}");
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_upstream_decided_about_recording_wins_over_the_sample() {
-    let collector = Collector::start().await;
-    let settings = settings(&collector.endpoint()).set("telemetry.trace_sample", 0);
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    let tasks = [traced("unrecorded", "00"), Task::new(json!({"input": 1})).id("undecided")];
-    client.publish_all(&settings.tasks, tasks).await;
-    for reply in inbox.take(2).await {
-        let [trace, span_id, flags] = context(&reply);
-        assert_eq!(flags, "00", "{reply:?}");
-        assert_eq!(trace == TRACE, reply.correlation_id == "unrecorded");
-        assert_ne!(span_id, PRODUCER);
-    }
-    client.publish(&settings.tasks, traced("recorded", "01")).await;
-    assert_eq!(context(&inbox.next().await)[2], "01");
-    let batch = collector.wait_for("a batch with a recorded task", 1, is_batch).await.remove(0);
-    assert_eq!(sconce.stop().await, 0);
-    let tasks = collector.wait_for("tasks", 1, is_task).await;
-    assert_eq!(attribute(&tasks[0], "messaging.message.id"), "recorded");
-    assert_eq!(batch.links[0].span_id, tasks[0].span_id);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn all_attempts_at_a_task_are_in_one_trace() {
-    let collector = Collector::start().await;
-    let settings = settings(&collector.endpoint());
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    let failing = || json!({"input": "a", "fail": "error"}).to_string().into_bytes();
-    let with = Task { body: failing(), ..traced("with", "01") };
-    client.publish_all(&settings.tasks, [with, Task::raw(failing()).id("without")]).await;
-    for reply in inbox.take(2).await {
-        assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (500, "3"));
-        let [trace, span_id, _] = context(&reply);
-        let spans = collector.wait_for("its attempts", 3, has_id(&reply.correlation_id)).await;
-        assert!(spans.iter().all(|span| hex(&span.trace_id) == trace && is_error(span)), "{spans:?}");
-        let statuses: Vec<_> = spans.iter().map(|span| attribute(span, "sconce.status")).collect();
-        assert_eq!(statuses, ["retried", "retried", "failed"]);
-        assert_eq!(hex(&spans[2].span_id), span_id);
-        assert_eq!(attribute(&spans[2], "sconce.dead_letter.reason"), "attempts");
-        assert_eq!(attribute(&spans[2], "error.type"), "internal_error");
-        let parents: Vec<_> = spans.iter().map(|span| hex(&span.parent_span_id)).collect();
-        if reply.correlation_id == "with" {
-            assert_eq!(parents, [PRODUCER; 3], "side by side");
-        } else {
-            let first = hex(&spans[0].span_id);
-            assert_eq!(parents, [String::new(), first.clone(), first], "behind the first");
-        }
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_is_in_the_trace_of_its_task_even_if_that_came_without() {
-    let collector = Collector::start().await;
-    let settings = settings(&collector.endpoint());
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, Task::raw("no JSON")).await;
-    let reply = inbox.next().await;
-    assert_eq!(context(&client.get(&settings.dead).await), context(&reply));
 }
 
 #[tokio::test(flavor = "multi_thread")]

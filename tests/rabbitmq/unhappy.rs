@@ -258,26 +258,6 @@ async fn a_dead_letter_waits_for_its_undeclared_queue_and_readiness_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_reply_goes_to_a_task_retry_or_dead_letter_queue() {
-    let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url());
-    let client = Client::connect(&rabbit.url()).await;
-    let sconce = Sconce::launched(&settings).await;
-    let mut replies = client.inbox(&settings.replies).await;
-    let retry = |suffix: &str| format!("{}.retry{suffix}", settings.tasks);
-    for queue in [settings.tasks.clone(), settings.dead.clone(), retry("-1000ms"), retry(".1000ms")] {
-        client.publish(&settings.tasks, Task::new(json!({"input": 1})).id("x").reply_to(&queue)).await;
-        let letter = client.get(&settings.dead).await;
-        assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("unroutable", "x"));
-        assert!(letter.header("error").contains(&queue), "{letter:?}");
-    }
-    client.publish(&settings.tasks, Task::new(json!({"input": 1, "fail": "once"})).id("retried")).await;
-    let reply = replies.next().await;
-    assert_eq!((reply.correlation_id.as_str(), reply.header("attempt").as_str()), ("retried", "2"));
-    assert_eq!(sconce.stop().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_message_without_expiration_in_a_retry_queue_holds_up_none_behind_it() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].retry.delay", "500ms");

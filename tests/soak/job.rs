@@ -15,8 +15,10 @@ use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, signal};
 use crate::support::wait::until_within;
 
-/// From one fault to the next.
+/// From one fault to the next; a short storm has faults of each kind in its time.
 const FAULT_EVERY: Duration = Duration::from_secs(5);
+/// Each comes once, and then they come by chance.
+pub const KINDS_OF_FAULTS: usize = 5;
 /// Rows for each second of the storm: the workers can answer 400 a second.
 const ROWS_A_SECOND: u64 = 200;
 /// After the storm, most time to the end of the job: rows that the broker lost are asked for again.
@@ -70,7 +72,7 @@ impl Scene {
     }
 }
 
-/// Runs a job for at least so long, with a fault every five seconds; then waits until all is answered.
+/// Runs a job for at least so long, with a fault every five seconds or more often; then waits until all is answered.
 pub async fn storm(seed: u64, time: Duration) -> Done {
     let rabbit = block_in_place(Rabbit::private);
     let proxy = Proxy::before(rabbit.address()).await;
@@ -93,11 +95,12 @@ pub async fn storm(seed: u64, time: Duration) -> Done {
     let sconce = Sconce::launched(&settings).await;
     let job = Scene::submit(&settings, &files);
     let mut scene = Scene { rabbit, proxy, settings, sconce, job, files, runs: 1 };
+    let pace = FAULT_EVERY.min(time / (KINDS_OF_FAULTS as u32));
     let (mut dice, begun, mut faults) = (Dice::new(seed), Instant::now(), 0);
-    while begun.elapsed() < time {
-        tokio::time::sleep(FAULT_EVERY).await;
-        // Each kind once, then by chance.
-        let drawn = if faults < 5 { faults as u64 } else { dice.below(5) };
+    while begun.elapsed() < time || faults < KINDS_OF_FAULTS {
+        tokio::time::sleep(pace).await;
+        let is_first = faults < KINDS_OF_FAULTS;
+        let drawn = if is_first { faults as u64 } else { dice.below(KINDS_OF_FAULTS as u64) };
         scene.strike(drawn);
         faults += 1;
         scene.keep_going();

@@ -1,4 +1,4 @@
-//! The account of a storm, as Markdown that can be pasted into docs/reliability.md. Pure.
+//! The account of a storm, as Markdown that can be pasted into benches/RESULTS.md. Pure.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

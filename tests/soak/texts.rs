@@ -17,8 +17,10 @@ use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, signal};
 use crate::support::wait::until;
 
-/// From one fault to the next.
+/// From one fault to the next; a short storm has faults of each kind in its time.
 const FAULT_EVERY: Duration = Duration::from_secs(5);
+/// Each comes once, and then they come by chance.
+pub const KINDS_OF_FAULTS: usize = 4;
 
 /// What a pool is asked.
 pub struct Work {
@@ -119,7 +121,7 @@ fn strike(drawn: u64, sconce: &mut Sconce, proxy: &Proxy, settings: &Settings) {
     }
 }
 
-/// Publishes tasks for so long, with a fault every five seconds; then waits until all are answered.
+/// Publishes tasks for so long, with a fault every five seconds or more often; then waits until all are answered.
 pub async fn storm(seed: u64, time: Duration, work: Work) -> Texts {
     let rabbit = block_in_place(Rabbit::private);
     let proxy = Proxy::before(rabbit.address()).await;
@@ -139,7 +141,8 @@ pub async fn storm(seed: u64, time: Duration, work: Work) -> Texts {
     let mut producer = Producer { client, queue, work, open: BTreeMap::new(), published: 0 };
     let (mut texts, mut right) = (Texts::default(), BTreeMap::<usize, String>::new());
     let (mut dice, begun) = (Dice::new(seed), Instant::now());
-    let mut next_fault = begun + FAULT_EVERY;
+    let pace = FAULT_EVERY.min(time / (KINDS_OF_FAULTS as u32 + 1));
+    let mut next_fault = begun + pace;
     while begun.elapsed() < time || !producer.open.is_empty() {
         let is_stormy = begun.elapsed() < time;
         if is_stormy {
@@ -149,9 +152,11 @@ pub async fn storm(seed: u64, time: Duration, work: Work) -> Texts {
         let reply = tokio::select! {
             reply = inbox.next() => reply,
             () = tokio::time::sleep_until(next_fault.into()), if is_stormy => {
-                next_fault += FAULT_EVERY;
+                next_fault += pace;
+                let is_first = texts.faults < KINDS_OF_FAULTS;
+                let drawn = if is_first { texts.faults as u64 } else { dice.below(KINDS_OF_FAULTS as u64) };
                 texts.faults += 1;
-                strike(dice.below(4), &mut sconce, &proxy, &settings);
+                strike(drawn, &mut sconce, &proxy, &settings);
                 continue;
             }
         };

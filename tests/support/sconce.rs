@@ -65,10 +65,10 @@ impl Settings {
         queue
     }
 
-    /// Served by another program of the workspace, which has models of its own.
+    /// Served by an example, which has models of its own.
     pub fn by(mut self, program: &str) -> Self {
-        self.program.set_file_name(program);
-        assert!(self.program.exists(), "cargo build --workspace makes {program}");
+        self.program = self.program.with_file_name("examples").join(program);
+        assert!(self.program.exists(), "cargo build --example {program} makes it");
         self
     }
 

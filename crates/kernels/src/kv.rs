@@ -123,7 +123,6 @@ impl KvBlocks {
     /// Asks the system for pages of 2 MiB. Fewer of a group's addresses have to be translated then, but its first number
     /// takes such a page of each layer and head. For groups that are always filled.
     pub fn use_large_pages(&self) {
-        #[cfg(target_os = "linux")]
         // Without large pages, reading is slower, and nothing else changes.
         let _ = self.memory.advise(memmap2::Advice::HugePage);
     }

@@ -1,6 +1,47 @@
-//! Compares the fields that a command gives to each request with those of an earlier run. Pure.
+//! The fields that a command gives to each of its requests. Compares them with those of an earlier run, and decides when
+//! a pool's refusal of one of them concerns all requests. Does no I/O.
 
+use serde::Deserialize;
 use serde_json::{Map, Value as Json};
+
+use crate::protocol::Message;
+
+/// The names of the fields that all requests of a command have in common, until a pool has taken them. If it refuses
+/// one of them before, it would refuse all requests.
+#[derive(Clone, Debug, Default)]
+pub struct CommonFields(Vec<String>);
+
+impl CommonFields {
+    /// The fields of these names.
+    pub fn new<'a>(names: impl Iterator<Item = &'a str>) -> Self {
+        Self(names.map(str::to_owned).collect())
+    }
+
+    /// Why no request of the command would be answered, if this reply says so.
+    pub fn refusal_in(&mut self, status: i64, reply: &Message) -> Option<String> {
+        #[derive(Deserialize)]
+        struct Body {
+            error: Refusal,
+        }
+        #[derive(Deserialize)]
+        struct Refusal {
+            message: String,
+            param: String,
+        }
+        if status == 200 {
+            self.0.clear();
+        }
+        if self.0.is_empty() || ![400, 404, 413].contains(&status) {
+            return None;
+        }
+        let Body { error: Refusal { message, param } } = serde_json::from_slice(&reply.body).ok()?;
+        // The path of an item of a list, such as `labels[2]`, begins with the field.
+        let field = param.split(['[', '.']).next()?;
+        // The message is from outside and may be printed to a terminal.
+        let message = message.chars().map(|it| if it.is_control() { ' ' } else { it });
+        self.0.iter().any(|name| name == field).then(|| message.collect())
+    }
+}
 
 /// A sentence for each field that differs, with both values.
 pub(super) fn field_differences(then: &Map<String, Json>, now: &Map<String, Json>) -> Vec<String> {
@@ -18,6 +59,29 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_refused_field_of_the_command_concerns_all_requests_until_one_is_answered() {
+        let refusal = |fields: &mut CommonFields, status, param: &str| {
+            let body = json!({"error": {"message": "no\u{1b}", "param": param, "code": "invalid_value"}});
+            fields.refusal_in(status, &Message { body: body.to_string().into(), ..Message::default() })
+        };
+        let fields = || CommonFields::new(["labels", "url"].into_iter());
+        for (status, param, is_common) in [
+            (400, "labels", true),
+            (413, "labels[2]", true),
+            (404, "url", true),
+            (500, "labels", false),
+            (400, "input", false),
+        ] {
+            let found = refusal(&mut fields(), status, param);
+            assert_eq!(found.as_deref(), is_common.then_some("no "), "{status} {param}");
+        }
+        let mut answered = fields();
+        assert_eq!(refusal(&mut answered, 200, "labels"), None);
+        assert_eq!(refusal(&mut answered, 400, "labels"), None, "it is that row's fault");
+        assert_eq!(CommonFields::default().refusal_in(400, &Message::default()), None);
+    }
 
     #[test]
     fn each_field_that_differs_is_named_with_both_values() {

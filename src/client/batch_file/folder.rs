@@ -18,6 +18,7 @@ use super::resume::{Claimed, claim};
 use super::rows::InputFile;
 use crate::client::whole_file::{is_special, write_new};
 use crate::protocol::batch_line::{OutputError, read_output};
+use crate::protocol::printable;
 use crate::protocol::results::{FileFormat, ResultLine};
 
 /// The name of the list of written files.
@@ -287,9 +288,6 @@ impl Folder {
 
     /// Keeps a message about the input of the result `name` for the end of the run.
     fn remark(&mut self, name: &str, message: &str) {
-        // It is from outside and may be printed to a terminal.
-        let printable =
-            |text: &str| text.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
         let message = printable(message);
         if let Some(index) = self.by_message.get(&message) {
             self.remarks[*index].count += 1;

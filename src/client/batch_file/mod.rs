@@ -21,6 +21,7 @@ mod rows;
 mod tables;
 
 pub use errors::{CommonError, ErrorCounts};
+pub use fields::CommonFields;
 pub use ids::RepeatedIds;
 pub use input::InputDigest;
 pub use lines::InputLines;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::FileError;
 use super::errors::ErrorCounts;
+use super::fields::CommonFields;
 use super::folder::{Folder, OpenFolder};
 use super::input::InputDigest;
 use super::matrix::{Matrix, ids_path, rows_on_disk};
@@ -195,6 +196,21 @@ impl Batch {
             Self::Table { table, output } => Some((std::slice::from_ref(&table.path), output)),
             Self::Files { .. } => None,
         }
+    }
+
+    /// The fields that the command gives to each request, the URL included, unless rows are answered already.
+    pub fn common_fields(&self, point: Option<&ResumePoint>) -> CommonFields {
+        if point.is_some_and(|point| point.errors.total() < point.done as u64) {
+            return CommonFields::default();
+        }
+        let (fields, own) = match self {
+            Self::Lines { .. } => return CommonFields::default(),
+            #[cfg(feature = "tables")]
+            Self::Table { table, .. } => (Some(&table.fields), "encoding_format"),
+            Self::Files { inputs, .. } => (inputs.first().map(|input| &input.fields), "response_format"),
+        };
+        let names = fields.into_iter().flat_map(|fields| fields.keys());
+        CommonFields::new(names.map(String::as_str).chain(["url", own]))
     }
 
     /// Opens and locks the output, and finds the rows that it lacks. `check` is called before anything written so far is

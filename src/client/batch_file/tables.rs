@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use arrow_array::cast::AsArray as _;
 use arrow_array::{
-    Array, ArrayRef, FixedSizeListArray, Float32Array, LargeStringArray, RecordBatch, StringArray,
+    Array, ArrayRef, FixedSizeListArray, Float32Array, RecordBatch, StringArray, downcast_integer_array,
 };
 use arrow_buffer::NullBuffer;
 use arrow_schema::{ArrowError, DataType, Field, Schema, SchemaRef};
@@ -101,18 +101,7 @@ impl Table {
             return Err(refused(&format!("a header may have {count} columns and {bytes} bytes at most")));
         }
         let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
-        let format = arrow_csv::reader::Format::default().with_header(true);
-        let (header, _) = format.infer_schema(&file, Some(0)).map_err(|error| refused(&error))?;
-        // Nothing is guessed of what is in a cell, so that "007" stays as it is.
-        // Windows editors begin a file with a byte order mark.
-        let name = |field: &Field| field.name().trim_start_matches('\u{feff}').to_owned();
-        let text = |field: &Arc<Field>| Field::new(name(field), DataType::Utf8, true);
-        let schema = Arc::new(Schema::new(header.fields().iter().map(text).collect::<Vec<_>>()));
-        let file = File::open(&self.path).map_err(FileError::at(self.path.display()))?;
-        let builder =
-            arrow_csv::ReaderBuilder::new(schema.clone()).with_header(true).with_batch_size(BATCH_ROWS);
-        let reader = builder.build(file).map_err(|error| refused(&error))?;
-        Ok((schema, Box::new(reader)))
+        read_csv(file).map_err(|error| refused(&error))
     }
 
     /// The places of the column with the texts and, if there is one, of that with the ids.
@@ -203,7 +192,7 @@ impl Table {
         let columns = self.columns_in(&schema)?;
         let (_, batches) = self.read(Some(&columns))?;
         let stamp = stamp(&self.path).map_err(FileError::at(self.path.display()))?;
-        Ok(TableRows { table: self.clone(), batches, cells: None, next: 0, at: 0, skip: done, stamp })
+        Ok(TableRows { table: self.clone(), batches, batch: None, next: 0, at: 0, skip: done, stamp })
     }
 
     fn request(&self, row: usize, id: Option<&str>, text: Option<&str>) -> Result<BatchRequest, InvalidLine> {
@@ -238,6 +227,45 @@ impl Table {
     }
 }
 
+/// The columns of a CSV file, and its rows in batches of one. Nothing is guessed of what is in a cell, so that "007" stays as
+/// it is. An empty cell is none.
+fn read_csv(file: File) -> Result<(SchemaRef, Batches), csv::Error> {
+    let mut reader = csv::Reader::from_reader(file);
+    let fields = reader.headers()?.iter().map(|name| {
+        // Windows editors begin a file with a byte order mark.
+        Field::new(name.trim_start_matches('\u{feff}'), DataType::Utf8, true)
+    });
+    let schema = Arc::new(Schema::new(fields.collect::<Vec<_>>()));
+    let of_batch = schema.clone();
+    let batches = reader.into_records().map(move |record| {
+        let record = record.map_err(|error| ArrowError::CsvError(error.to_string()))?;
+        let column = |cell: &str| -> ArrayRef {
+            Arc::new(StringArray::from(vec![Some(cell).filter(|cell| !cell.is_empty())]))
+        };
+        RecordBatch::try_new(of_batch.clone(), record.iter().map(column).collect())
+    });
+    Ok((schema, Box::new(batches)))
+}
+
+/// The text in a row of a column of texts or whole numbers; none if the cell is empty.
+fn text_in(column: &dyn Array, row: usize) -> Option<String> {
+    if column.is_null(row) {
+        return None;
+    }
+    downcast_integer_array!(
+        column => Some(column.value(row).to_string()),
+        DataType::Utf8 => Some(column.as_string::<i32>().value(row).to_owned()),
+        DataType::LargeUtf8 => Some(column.as_string::<i64>().value(row).to_owned()),
+        DataType::Utf8View => Some(column.as_string_view().value(row).to_owned()),
+        DataType::Dictionary(..) => {
+            let dictionary = column.as_any_dictionary();
+            text_in(dictionary.values(), dictionary.normalized_keys()[row])
+        }
+        // `columns_in` has refused all others.
+        _ => None,
+    )
+}
+
 /// The name of a compression that this program does not read.
 fn unread_codec(compression: Compression) -> Option<String> {
     if matches!(compression, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::ZSTD(_)) {
@@ -257,8 +285,8 @@ fn stamp(path: &Path) -> io::Result<(u64, SystemTime)> {
 pub(super) struct TableRows {
     table: Table,
     batches: Batches,
-    cells: Option<Cells>,
-    /// The next row of `cells`.
+    batch: Option<RecordBatch>,
+    /// The next row of `batch`.
     next: usize,
     /// The number of the next row, from 0.
     at: usize,
@@ -267,38 +295,26 @@ pub(super) struct TableRows {
     stamp: (u64, SystemTime),
 }
 
-/// The texts of a batch of rows and, if a column has them, the ids.
-struct Cells {
-    texts: LargeStringArray,
-    ids: Option<LargeStringArray>,
-}
-
 impl TableRows {
-    fn cells_of(&self, batch: &RecordBatch) -> Result<Cells, ArrowError> {
-        let column = |name: &String| {
-            let cells = arrow_cast::cast(batch.column(batch.schema().index_of(name)?), &DataType::LargeUtf8)?;
-            Ok::<_, ArrowError>(cells.as_string::<i64>().clone())
-        };
-        let ids = self.table.id_column.as_ref().map(column).transpose()?;
-        Ok(Cells { texts: column(&self.table.column)?, ids })
-    }
-
     fn next_row(&mut self) -> Result<Option<InputRow>, ArrowError> {
         loop {
-            if let Some(Cells { texts, ids }) = self.cells.as_ref().filter(|it| self.next < it.texts.len()) {
-                let cell = |cells: &'_ LargeStringArray| cells.is_valid(self.next).then_some(self.next);
-                let text = cell(texts).map(|row| texts.value(row));
-                let id = ids.as_ref().and_then(|ids| cell(ids).map(|row| ids.value(row)));
-                let request = (self.at >= self.skip).then(|| self.table.request(self.at, id, text));
-                self.next += 1;
-                self.at += 1;
-                if let Some(request) = request {
-                    return Ok(Some(InputRow { number: self.at, request }));
-                }
+            let Some(batch) = self.batch.as_ref().filter(|batch| self.next < batch.num_rows()) else {
+                let Some(batch) = self.batches.next().transpose()? else { return Ok(None) };
+                (self.batch, self.next) = (Some(batch), 0);
+                continue;
+            };
+            let (row, number) = (self.next, self.at);
+            (self.next, self.at) = (row + 1, number + 1);
+            if number < self.skip {
                 continue;
             }
-            let Some(batch) = self.batches.next().transpose()? else { return Ok(None) };
-            (self.cells, self.next) = (Some(self.cells_of(&batch)?), 0);
+            let cell = |name: &String| -> Result<Option<String>, ArrowError> {
+                Ok(text_in(batch.column(batch.schema().index_of(name)?), row))
+            };
+            let (text, id) =
+                (cell(&self.table.column)?, self.table.id_column.as_ref().map(cell).transpose()?);
+            let request = self.table.request(number, id.flatten().as_deref(), text.as_deref());
+            return Ok(Some(InputRow { number: self.at, request }));
         }
     }
 }
@@ -452,6 +468,9 @@ fn id_batches(ids: &Path) -> Result<(SchemaRef, Batches), FileError> {
 
 #[cfg(test)]
 mod tests {
+    use arrow_array::types::Int8Type;
+    use arrow_array::{DictionaryArray, Int8Array, LargeStringArray, StringViewArray, UInt64Array};
+
     use super::super::errors::ErrorCounts;
     use super::super::matrix::{Matrix, ids_path};
     use super::super::resume::claim;
@@ -587,6 +606,36 @@ mod tests {
         assert!(missing.rows_after(0).err().unwrap().to_string().contains("no column \"id\""));
         let taken = Table { fields: Map::from_iter([("input".to_owned(), "x".into())]), ..table };
         assert!(taken.body("a").unwrap_err().contains("the field input is not free"));
+    }
+
+    #[test]
+    fn texts_and_ids_are_read_from_columns_of_every_type_that_holds_them() {
+        let texts = ["one", "two"];
+        let dictionary: DictionaryArray<Int8Type> = texts.into_iter().collect();
+        let columns: [(ArrayRef, [&str; 2]); 6] = [
+            (Arc::new(StringArray::from(texts.to_vec())), texts),
+            (Arc::new(LargeStringArray::from(texts.to_vec())), texts),
+            (Arc::new(StringViewArray::from(texts.to_vec())), texts),
+            (Arc::new(dictionary), texts),
+            (Arc::new(Int8Array::from(vec![-1, 2])), ["-1", "2"]),
+            (Arc::new(UInt64Array::from(vec![0, u64::MAX])), ["0", "18446744073709551615"]),
+        ];
+        for (column, expected) in columns {
+            let found = [0, 1].map(|row| text_in(&column, row));
+            assert_eq!(found.each_ref().map(Option::as_deref), expected.map(Some), "{}", column.data_type());
+        }
+        let nothing: DictionaryArray<Int8Type> = [None::<&str>].into_iter().collect();
+        assert_eq!(text_in(&nothing, 0), None);
+    }
+
+    #[test]
+    fn a_csv_file_with_a_byte_order_mark_has_the_columns_that_it_names_and_uneven_rows_are_refused() {
+        let place = Place::new();
+        fs::write(place.path("t.csv"), "\u{feff}\"text\",number\na,1\n").unwrap();
+        assert_eq!(place.table("t.csv", "text").find(&place.path("none"), usize::MAX).unwrap().total, 1);
+        fs::write(place.path("t.csv"), "text,number\na,1\nb\n").unwrap();
+        let error = place.table("t.csv", "text").rows_after(0).unwrap().nth(1).unwrap().unwrap_err();
+        assert!(error.to_string().contains("line: 3"), "{error}");
     }
 
     #[test]

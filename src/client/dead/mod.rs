@@ -11,5 +11,5 @@ mod summary;
 pub(crate) use listing::Listing;
 pub(crate) use requeue::{Requeued, requeue};
 pub(crate) use selection::{Filters, Selection};
-pub(crate) use session::{BrowserSession, CloseReport, Fate};
+pub(crate) use session::{BrowserSession, Fate};
 pub(crate) use summary::{DeadLetterSummary, iso};

@@ -42,11 +42,11 @@ pub(crate) async fn requeue(
         let mut result = Ok(());
         for (sent, delivery) in sent.into_iter().zip(window) {
             let settled = match sent {
-                Ok(None) => {
+                Ok(Sent::Moved) => {
                     requeued.moved += 1;
                     session.browser.ack(delivery.delivery_tag).await
                 }
-                Ok(Some(reason)) => {
+                Ok(Sent::Left(reason)) => {
                     report_left(&delivery, &reason);
                     requeued.left += 1;
                     session.browser.leave(delivery).await
@@ -73,19 +73,27 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// Publishes a dead letter to its task queue. Returns the reason why it is left; none: the task queue has confirmed it.
-async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
+/// What became of a dead letter that was to be published to its task queue.
+enum Sent {
+    /// The task queue has confirmed it.
+    Moved,
+    /// It stays in the dead-letter queue, for this reason.
+    Left(String),
+}
+
+/// Publishes a dead letter to its task queue.
+async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Sent, BrokerError> {
     if let Some(reason) = session.selection.refusal(delivery) {
-        return Ok(Some(reason));
+        return Ok(Sent::Left(reason));
     }
     let queue = session.selection.task_queue.as_str();
     let message = Arc::new(restored(delivery.message.clone()));
     Ok(match session.browser.publisher().publish(queue, message).await? {
-        Published::Confirmed => None,
-        Published::Unroutable => Some(format!("queue {queue:?} does not exist")),
-        Published::Nacked => Some(format!("queue {queue:?} did not accept the message; is it full?")),
+        Published::Confirmed => Sent::Moved,
+        Published::Unroutable => Sent::Left(format!("queue {queue:?} does not exist")),
+        Published::Nacked => Sent::Left(format!("queue {queue:?} did not accept the message; is it full?")),
         Published::Refused(reason) | Published::Forbidden(reason) => {
-            Some(format!("queue {queue:?}: {reason}"))
+            Sent::Left(format!("queue {queue:?}: {reason}"))
         }
     })
 }

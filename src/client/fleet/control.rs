@@ -44,6 +44,15 @@ pub(crate) enum FleetError {
     Broker(#[from] BrokerError),
 }
 
+/// How long answers are gathered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Gather {
+    /// Until no more are expected: the wait for each further answer depends on how long the first one took.
+    UntilQuiet,
+    /// For the whole time, or until there are this many.
+    Expected(usize),
+}
+
 /// A connection to the control exchange.
 pub(crate) struct Control {
     client: ControlClient,
@@ -60,22 +69,8 @@ impl Control {
         Ok(Self { client: ControlClient::connect(&connector, exchange).await? })
     }
 
-    /// Sends a request, and returns the answers that arrive until no more are expected, sorted by launcher. Waits for
-    /// the first answer until this time. The wait for each further answer depends on how long the first one took.
-    ///
-    /// # Errors
-    /// As [`Control::request`].
-    pub(crate) async fn request_until_quiet(
-        &mut self,
-        target: &Target,
-        request: &Request,
-        until: Instant,
-    ) -> Result<Vec<Answer>, FleetError> {
-        self.gather(target, request, until, None, true).await
-    }
-
-    /// Sends a request, and returns the answers that arrive until this time, sorted by launcher. Returns earlier once
-    /// there are `expected` ones.
+    /// Sends a request, and returns the answers that arrive, sorted by launcher. Waits until this time for all of them,
+    /// or for the first.
     ///
     /// # Errors
     /// Nobody can answer, or the broker is lost.
@@ -84,19 +79,7 @@ impl Control {
         target: &Target,
         request: &Request,
         until: Instant,
-        expected: Option<usize>,
-    ) -> Result<Vec<Answer>, FleetError> {
-        self.gather(target, request, until, expected, false).await
-    }
-
-    /// As [`Control::request`]; if `until_quiet`, as [`Control::request_until_quiet`].
-    async fn gather(
-        &mut self,
-        target: &Target,
-        request: &Request,
-        until: Instant,
-        expected: Option<usize>,
-        until_quiet: bool,
+        gather: Gather,
     ) -> Result<Vec<Answer>, FleetError> {
         let requested_at = Instant::now();
         let (mut first_took, mut quiet_at) = (None, until);
@@ -119,12 +102,13 @@ impl Control {
             }
             Err(error) => return Err(error.into()),
         }
-        while answers.len() < expected.unwrap_or(usize::MAX) {
+        let expected = if let Gather::Expected(count) = gather { count } else { usize::MAX };
+        while answers.len() < expected {
             let Ok(next) = tokio::time::timeout_at(quiet_at, self.client.next()).await else { break };
             let message = next.ok_or(FleetError::Lost)?;
             // Late answers to earlier requests are ignored.
             if message.properties.correlation_id.as_ref() == Some(&id) {
-                if until_quiet {
+                if gather == Gather::UntilQuiet {
                     let took = *first_took.get_or_insert_with(|| requested_at.elapsed());
                     quiet_at = until.min(Instant::now() + quiet_timeout(took));
                 }

@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 use super::PoolQueues;
 use super::history::Snapshot;
 use crate::broker::amqp::QueueDepth;
-use crate::protocol::admin::{Answer, SlotReport, State};
-use crate::protocol::control::BatchChange;
+use crate::protocol::admin::{Answer, BatchBounds, SlotReport, State};
 use crate::protocol::stats::{Stage, Stats, WorkerState};
 
 pub(crate) const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";
@@ -36,7 +35,7 @@ pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
         state_ms: 4_000,
         pid: Some(41),
         ready_at_ms: Some(1_000),
-        batch: BatchChange { max_tokens: Some(1_000), ..BatchChange::default() },
+        batch: BatchBounds { max_tokens: Some(1_000), ..BatchBounds::default() },
         stats: Some(Box::new(stats)),
         ..SlotReport::default()
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::control::{Control, FleetError};
+use super::control::{Control, FleetError, Gather};
 use super::history::{Queues, REMEMBERED, Snapshot};
 use super::pools::PoolQueues;
 use crate::config::Settings;
@@ -103,14 +103,15 @@ impl Watch {
     /// Queries all launchers once, and inspects the queues of their pools.
     async fn snapshot(&mut self) -> Result<Snapshot, FleetError> {
         let is_discovery = self.heard.is_empty() || self.rounds.is_multiple_of(ROUNDS_PER_DISCOVERY);
-        let expected = (!is_discovery).then_some(self.heard.len());
+        let expected = if is_discovery { usize::MAX } else { self.heard.len() };
         self.rounds += 1;
         let control = match &mut self.control {
             Some(control) => control,
             None => self.control.insert(Control::open(&self.settings).await?),
         };
         let until = Instant::now() + ROUND_TIMEOUT;
-        let answers = control.request(&Target::All, &Request::Stats, until, expected).await?;
+        let answers =
+            control.request(&Target::All, &Request::Stats, until, Gather::Expected(expected)).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would
@@ -150,7 +151,8 @@ impl Watch {
         let Some(control) = self.control.as_mut() else {
             return Ok("the broker is not connected now".to_owned());
         };
-        let answers = control.request(target, request, Instant::now() + ORDER_TIMEOUT, Some(1)).await?;
+        let answers =
+            control.request(target, request, Instant::now() + ORDER_TIMEOUT, Gather::Expected(1)).await?;
         let key = target.routing_key();
         let Some(answer) = answers.into_iter().next() else {
             return Ok(format!("nobody has answered for {key:?}"));

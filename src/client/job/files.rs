@@ -8,11 +8,14 @@ use std::path::{Path, PathBuf};
 use super::ordered::Ordered;
 use super::record::Record;
 use super::state::Job;
-use crate::client::batch_file::{Batch, FileError, OpenBatch, Results, ResumePoint, Rows, is_table};
+use crate::client::batch_file::{
+    Batch, CommonFields, FileError, OpenBatch, Results, ResumePoint, Rows, is_table,
+};
 
 /// The files of a job, checked: the output is open, locked and cut off after its last whole line.
 pub(crate) struct JobFiles {
     output: Ordered,
+    fields: CommonFields,
     /// Where to continue, and the rows that are left; none if the input can be read only once.
     left: Option<(ResumePoint, Box<dyn Rows>)>,
 }
@@ -32,19 +35,20 @@ impl JobFiles {
             }
             let results = Results::begin(output)?;
             Record { queue: queue.to_owned(), input: None }.continue_output(&record, 0)?;
-            return Ok(Self { output: Ordered::new(results, &record, 0), left: None });
+            let (output, fields) = (Ordered::new(results, &record, 0), batch.common_fields(None));
+            return Ok(Self { output, fields, left: None });
         }
         let OpenBatch { results, point, rows } = batch.open(|point| {
             let input = Some(point.input.clone());
             Record { queue: queue.to_owned(), input }.continue_output(&record, point.done)
         })?;
         let output = Ordered::new(results, &record, point.done as u64);
-        Ok(Self { output, left: Some((point, rows)) })
+        Ok(Self { output, fields: batch.common_fields(Some(&point)), left: Some((point, rows)) })
     }
 
     /// The job for these files. A task without a reply is published `attempts` times in all.
     pub(crate) fn job(self, attempts: u32) -> RefCell<Job> {
-        RefCell::new(Job::new(self.output, self.left, attempts))
+        RefCell::new(Job::new(self.output, self.fields, self.left, attempts))
     }
 }
 

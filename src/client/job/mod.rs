@@ -72,6 +72,9 @@ pub(crate) enum JobError {
     /// The input has changed since the run began, as this message says. The changed input needs another output.
     #[error("{0}")]
     InputChanged(String),
+    /// The pool refuses a field that all rows have, as this message says.
+    #[error("stopped, since it concerns all rows: {0}")]
+    Refused(String),
     /// The output cannot be written.
     #[error("the output")]
     Output(#[source] io::Error),

@@ -3,7 +3,7 @@
 
 use crate::protocol::Message;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
-use crate::protocol::requests::{self, ShareableRequest, count_inputs};
+use crate::protocol::requests::{self, ReplyShare, ShareableRequest, count_inputs};
 
 /// Maximum bytes of request bodies that share a task.
 const MAX_SHARED_BYTES: usize = 1 << 20;
@@ -16,8 +16,8 @@ pub(super) struct Row {
     pub(super) custom_id: String,
     /// Its number in the input, from 1.
     pub(super) line: usize,
-    /// How many inputs it has.
-    pub(super) inputs: usize,
+    /// How many inputs it has, and the form of its reply if it shares a task.
+    pub(super) share: ReplyShare,
     /// Its own request, which is sent alone if another row makes the shared task fail; none if it has a task of its
     /// own.
     body: Option<RequestBody>,
@@ -64,10 +64,11 @@ impl Packer {
     /// Returns the tasks that are now complete.
     pub(super) fn add(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<PackedTask> {
         let BatchRequest { custom_id, url, body } = request;
-        let row = Row { number, custom_id, line, inputs: 1, body: None };
+        let alone = |inputs| ReplyShare { inputs, is_unwrapped: false };
+        let row = Row { number, custom_id, line, share: alone(1), body: None };
         let request = if self.limits.rows > 1 { ShareableRequest::from_request(&url, &body) } else { None };
         let Some(request) = request else {
-            let row = Row { inputs: count_inputs(&body), ..row };
+            let row = Row { share: alone(count_inputs(&body)), ..row };
             return self.flush().into_iter().chain([PackedTask { rows: vec![row], url, body }]).collect();
         };
         let inputs = request.inputs.len();
@@ -81,7 +82,8 @@ impl Packer {
         self.url = url;
         self.inputs += inputs;
         self.bytes += body.len();
-        let row = Row { inputs, body: Some(body), ..row };
+        let share = ReplyShare { inputs, is_unwrapped: request.is_unwrapped };
+        let row = Row { share, body: Some(body), ..row };
         self.open.push(OpenRow { row, request });
         if self.open.len() == self.limits.rows {
             complete.extend(self.flush());
@@ -122,8 +124,8 @@ pub(super) fn line_of(row: &Row, status: u16, reply: &Message) -> Vec<u8> {
 /// The output lines of rows that share a task, in their order, from the reply to it. None: the reply cannot be
 /// divided among them, because it is not JSON, or does not have one item for each input.
 pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> Option<Vec<Vec<u8>>> {
-    let inputs: Vec<usize> = rows.iter().map(|row| row.inputs).collect();
-    let bodies = requests::divide_reply(reply, &inputs).ok()?;
+    let shares: Vec<ReplyShare> = rows.iter().map(|row| row.share).collect();
+    let bodies = requests::divide_reply(reply, &shares).ok()?;
     let line = |(index, (row, body)): (usize, (&Row, Box<_>))| {
         let id = format!("{}_{index}", id_of(reply));
         // The notes of the task concern one row or another.
@@ -241,6 +243,25 @@ mod tests {
     }
 
     #[test]
+    fn a_reply_that_is_a_list_is_divided_as_each_request_alone_is_answered() {
+        let reply = |body: &Value| Message { body: body.to_string().into(), ..Message::default() };
+        let bodies = |lines: &[(&str, Value)], items: &Value| -> Vec<Value> {
+            let [task] = &packed(9, lines)[..] else { panic!("they share a task") };
+            let lines = shared_lines(&task.rows, 200, &reply(items)).unwrap();
+            let line = |line: &Vec<u8>| serde_json::from_slice::<Value>(line).unwrap();
+            lines.iter().map(|it| line(it)["response"]["body"].clone()).collect()
+        };
+        let texts = [json!("a"), json!(["b"]), json!(["c", "d"])];
+        let items = json!([[1], [], [2, 3], [4]]);
+        let sparse = texts.each_ref().map(|text| ("/embed_sparse", json!({"inputs": text, "top_k": 2})));
+        assert_eq!(bodies(&sparse, &items), [json!([[1]]), json!([[]]), json!([[2, 3], [4]])]);
+        let labels = texts.each_ref().map(|text| ("/token-classification", json!({ "input": text })));
+        assert_eq!(bodies(&labels, &items), [json!([1]), json!([[]]), json!([[2, 3], [4]])]);
+        let both = ("/embed_sparse", json!({"input": "a", "inputs": "b"}));
+        assert_eq!(packed(9, &[both.clone(), both]).len(), 2, "the pool refuses each");
+    }
+
+    #[test]
     fn a_split_task_sends_each_row_as_its_line_had_it() {
         let lines = [(EMBED, json!({"input": "a"})), (EMBED, json!({"input": ["b"]}))];
         let task = packed(9, &lines).remove(0);
@@ -250,7 +271,8 @@ mod tests {
 
     #[test]
     fn a_row_without_a_reply_gets_a_line_that_says_why() {
-        let row = Row { number: 4, custom_id: "x".into(), line: 7, inputs: 1, body: None };
+        let share = ReplyShare { inputs: 1, is_unwrapped: false };
+        let row = Row { number: 4, custom_id: "x".into(), line: 7, share, body: None };
         let line: Value =
             serde_json::from_slice(&failed_line(&row, "no_reply", "it was published 3 times".into()))
                 .unwrap();

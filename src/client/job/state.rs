@@ -15,7 +15,7 @@ use super::ordered::{MAX_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
-use crate::client::batch_file::{ErrorCounts, ResumePoint, Rows};
+use crate::client::batch_file::{CommonFields, ErrorCounts, ResumePoint, Rows};
 use crate::client::tally::{Report, Tally};
 use crate::client::{self, Request, Task};
 use crate::protocol::Message;
@@ -28,6 +28,7 @@ const CANCELLED: i64 = 499;
 pub(crate) struct Job {
     id: String,
     ordered: Ordered,
+    fields: CommonFields,
     /// The rows that are left; none once their reading has begun, and if the input can be read only once.
     rows: Option<Box<dyn Rows>>,
     /// Number of rows that earlier runs answered.
@@ -82,9 +83,14 @@ pub(crate) struct Progress<'a> {
 }
 
 impl Job {
-    /// A job whose rows are answered in `output`. Without `left`, the input can be read only once. A task without a reply
-    /// is published `attempts` times in all.
-    pub(super) fn new(output: Ordered, left: Option<(ResumePoint, Box<dyn Rows>)>, attempts: u32) -> Self {
+    /// A job whose rows are answered in `output`, and have these fields in common. Without `left`, the input can be read
+    /// only once. A task without a reply is published `attempts` times in all.
+    pub(super) fn new(
+        output: Ordered,
+        fields: CommonFields,
+        left: Option<(ResumePoint, Box<dyn Rows>)>,
+        attempts: u32,
+    ) -> Self {
         let id = new_run_id();
         let answered_before = output.written();
         let (point, rows) = left.unzip();
@@ -94,6 +100,7 @@ impl Job {
             id,
             answered_before,
             ordered: output,
+            fields,
             rows,
             total,
             attempts,
@@ -234,6 +241,9 @@ impl Job {
         if status == CANCELLED {
             return Err(JobError::Withdrawn(self.id.clone()));
         }
+        if let Some(problem) = self.fields.refusal_in(status, &reply) {
+            return Err(JobError::Refused(problem));
+        }
         if status != 200 && is_shared {
             // One row must not make the others fail.
             self.split.extend(packed.split());
@@ -250,7 +260,7 @@ impl Job {
                 }
             },
         };
-        let inputs = packed.rows.iter().map(|row| row.inputs).sum();
+        let inputs = packed.rows.iter().map(|row| row.share.inputs).sum();
         self.tally.count(packed.rows.len() as u64, inputs, &Answer::of(&reply));
         packed.rows.iter().zip(lines).try_for_each(|(row, line)| match status {
             200 => self.put(row.number, line),

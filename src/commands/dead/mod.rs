@@ -10,11 +10,11 @@ use anyhow::anyhow;
 
 use super::{load, pool_named, start_logging, tolerate_broken_pipe};
 use crate::broker::Delivery;
+use crate::broker::amqp::NearLimit;
 use crate::cli::{Dead, DeadFilters, DeadList, DeadPurge, DeadShow, DeadSource, DeadWhich};
-use crate::client::dead::{
-    BrowserSession, CloseReport, DeadLetterSummary, Fate, Filters, Listing, Selection,
-};
+use crate::client::dead::{BrowserSession, DeadLetterSummary, Fate, Filters, Listing, Selection};
 use crate::commands::exits::ExitsWith as _;
+use crate::protocol::printable;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -43,7 +43,7 @@ async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
         Fate::Leave
     };
     session.for_each(add).await?;
-    let queue = session.queue().to_owned();
+    let queue = session.queue.clone();
     let exit = close(session).await?;
     let mut out = Vec::new();
     if arguments.json {
@@ -73,7 +73,7 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
         Fate::Leave
     };
     session.for_each(keep).await?;
-    let (now, queue) = (session.selection.now, session.queue().to_owned());
+    let (now, queue) = (session.selection.now, session.queue.clone());
     let exit = close(session).await?;
     if found.is_empty() {
         return Err(
@@ -107,7 +107,7 @@ async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
         if arguments.yes { Fate::Delete } else { Fate::Leave }
     };
     let ended = session.for_each(purge).await;
-    let queue = session.queue().to_owned();
+    let queue = session.queue.clone();
     let closed = close(session).await;
     let mut out = Vec::new();
     if arguments.yes {
@@ -135,7 +135,7 @@ async fn open(source: &DeadSource, ids: &[String], filters: &DeadFilters) -> any
     let selection = Selection::new(ids, filters, &pool.name, &pool.task_queue);
     let queue = &pool.dead_letter_queue;
     let session = BrowserSession::open(&settings.broker, "sconce dead", queue, selection).await?;
-    if let Some(limit) = session.assumed_limit() {
+    if let Some(limit) = session.browser.assumed_limit() {
         print_note(&format!("the delivery limit of {queue} cannot be known: {limit} is assumed"))?;
     }
     Ok(session)
@@ -144,16 +144,17 @@ async fn open(source: &DeadSource, ids: &[String], filters: &DeadFilters) -> any
 /// Hands back the dead letters that stay in the queue, and prints notes about them to stderr. Returns the exit code for
 /// the case that the rest of the command succeeds.
 async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
-    let queue = session.queue().to_owned();
-    let CloseReport { republished, near_limit, of_other_pools, missing } = session.close().await?;
+    let BrowserSession { browser, selection, queue } = session;
+    let NearLimit { republished, returned } = browser.close().await?;
+    let (of_other_pools, missing) = (selection.of_other_pools, selection.missing());
     if republished > 0 {
         let count = view::dead_letters(republished);
         print_note(&format!(
             "{count} republished to the end of {queue}, because the broker would have dropped them soon"
         ))?;
     }
-    if near_limit > 0 {
-        let count = view::dead_letters(near_limit);
+    if returned > 0 {
+        let count = view::dead_letters(returned);
         print_note(&format!(
             "{count} in {queue} will be dropped by the broker after a few more deliveries, and could not be \
              republished: is the queue full, or may this user not write to amq.default?"
@@ -168,11 +169,11 @@ async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
     if !missing.is_empty() {
         print_note(&format!("no dead letter in {queue} matches {}", missing.join(", ")))?;
     }
-    Ok(if near_limit > 0 || !missing.is_empty() { Exit::Refused } else { Exit::Done })
+    Ok(if returned > 0 || !missing.is_empty() { Exit::Refused } else { Exit::Done })
 }
 
 /// Prints a line to stderr, apart from the result on stdout. Removes control characters, because the line may quote a
 /// dead letter.
 fn print_note(line: &str) -> io::Result<()> {
-    writeln!(io::stderr(), "sconce: {}", view::printable(line))
+    writeln!(io::stderr(), "sconce: {}", printable(line))
 }

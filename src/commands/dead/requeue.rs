@@ -7,6 +7,7 @@ use crate::broker::Delivery;
 use crate::cli::{DeadRequeue, DeadWhich};
 use crate::client::dead::{DeadLetterSummary, Fate, Listing, Requeued, Selection, requeue};
 use crate::commands::tolerate_broken_pipe;
+use crate::protocol::printable;
 use crate::shutdown::Exit;
 
 /// Requeues dead letters. With `--dry-run`, prints which ones it would requeue and to which queue.
@@ -39,7 +40,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
         };
         requeue(&mut session, &mut requeued, report_stayed).await
     };
-    let task_queue = view::printable(&session.selection.task_queue);
+    let task_queue = printable(&session.selection.task_queue);
     let closed = close(session).await;
     let mut out = Vec::new();
     table::write_table(&mut listing, &mut out, "TO")?;

@@ -2,8 +2,9 @@
 
 use std::io::{self, Write};
 
-use super::view::{cells, dead_letters, printable};
+use super::view::{cells, dead_letters};
 use crate::client::dead::Listing;
+use crate::protocol::printable;
 
 /// One line that counts all dead letters by reason: `2 dead letters{place}: 1 attempts, 1 poison`.
 pub(super) fn summary(listing: &Listing, place: &str) -> String {

@@ -10,8 +10,9 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::broker::Delivery;
 use crate::client::dead::{DeadLetterSummary, iso};
+use crate::commands::ctl::span;
 use crate::protocol::raw_text::visible;
-use crate::protocol::{Headers, Properties, Value, shorten};
+use crate::protocol::{Headers, Properties, Value, printable, shorten};
 
 /// Maximum bytes of a text in the last column of a table.
 const MAX_LAST_COLUMN_BYTES: usize = 100;
@@ -22,7 +23,7 @@ pub(super) fn cells(row: &DeadLetterSummary) -> [String; 6] {
     [
         row.task_id.clone().unwrap_or_else(dash),
         row.reason.clone(),
-        row.age_s.map_or_else(dash, human_duration),
+        row.age_s.map_or_else(dash, |seconds| span(seconds * 1_000)),
         row.worker.clone().unwrap_or_else(dash),
         row.size.to_string(),
         shorten(
@@ -60,7 +61,8 @@ pub(super) fn full_text(delivery: &Delivery, now: SystemTime) -> String {
     let _ = writeln!(text, "\nbody, {size} bytes");
     match std::str::from_utf8(&message.body) {
         Ok(body) => {
-            text.extend(body.chars().map(|it| if it == '\n' || it == '\t' { it } else { printable_char(it) }))
+            let is_hidden = |it: char| it.is_control() && !matches!(it, '\n' | '\t');
+            text.extend(body.chars().map(|it| if is_hidden(it) { ' ' } else { it }));
         }
         Err(_) => {
             let _ = write!(text, "not UTF-8; in base64: {}", BASE64.encode(&message.body));
@@ -133,26 +135,6 @@ fn value_json(value: &Value) -> Json {
         Value::Table(it) => headers(it).into(),
         number => json!(number.as_i64()),
     }
-}
-
-/// A duration in its two largest units, such as `3d 4h`.
-fn human_duration(seconds: u64) -> String {
-    let (days, hours, minutes) = (seconds / 86_400, seconds / 3_600 % 24, seconds / 60 % 60);
-    match (days, hours, minutes) {
-        (0, 0, 0) => format!("{seconds}s"),
-        (0, 0, minutes) => format!("{minutes}m {}s", seconds % 60),
-        (0, hours, minutes) => format!("{hours}h {minutes}m"),
-        (days, hours, _) => format!("{days}d {hours}h"),
-    }
-}
-
-/// Replaces each control character by a space, newlines too, so that the text is on one line.
-pub(super) fn printable(text: &str) -> String {
-    text.chars().map(printable_char).collect()
-}
-
-fn printable_char(character: char) -> char {
-    if character.is_control() { ' ' } else { character }
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ fn control_characters_of_a_dead_letter_never_reach_the_terminal() {
 fn a_dead_letter_is_shown_with_properties_headers_and_body() {
     let shown = full_text(&delivery("it broke", b"{\"input\": 1}"), now());
     for part in [
-        "1970-01-01T00:01:40.000Z, 1h 2m ago; delivered 2 times before",
+        "1970-01-01T00:01:40.000Z, 1h02m ago; delivered 2 times before",
         "priority  3",
         "deep  [1,null,\"1970-01-01T00:01:40.000Z\"]",
         "odd  {\"base64\":\"/w==\"}",

@@ -35,7 +35,7 @@ use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::{Answer, truncated_in};
 use crate::client::batch_file::{
-    Batch, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
+    Batch, CommonFields, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
 };
 use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
@@ -103,6 +103,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).exits_with(Exit::Config)?)
     };
     let output = Arc::new(Mutex::new(Output {
+        fields: batch.common_fields(Some(&point)),
         results,
         done: point.done,
         errors: 0,
@@ -242,10 +243,7 @@ fn already_complete(
     }
     let (lines, errors) = (point.total, point.errors.total());
     let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
-    for remark in remarks {
-        let _ = writeln!(summary, "{remark}");
-    }
-    summary += &batch_errors::summary(&point.errors);
+    summary += &batch_errors::summary(remarks, false, &point.errors, 0);
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
     Ok(batch_errors::exit_of(&point.errors))
@@ -262,13 +260,8 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     let failed = all_errors.total();
     let mut summary =
         format!("{now} of {total} lines answered now, {before} before; {failed} with an error\n");
-    for remark in output.results.remarks() {
-        let _ = writeln!(summary, "{remark}");
-    }
-    if !output.results.names_errors() {
-        summary += &batch_errors::summary(all_errors);
-    }
-    summary += &batch_errors::of_truncated(output.truncated);
+    let (remarks, names_errors) = (output.results.remarks(), output.results.names_errors());
+    summary += &batch_errors::summary(&remarks, names_errors, all_errors, output.truncated);
     if let Some(repeated) = &output.repeated_ids {
         let _ = writeln!(summary, "warning: {repeated}");
     }
@@ -488,6 +481,7 @@ fn tasks(
 /// The output. Shared by the feeder, which writes it, and `conclude`, which prints the summary.
 struct Output {
     results: Results,
+    fields: CommonFields,
     /// Lines written, including those of earlier runs.
     done: usize,
     /// Lines with an error written in this run.
@@ -542,17 +536,22 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         }
         let (written, is_error) = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
+                let properties = &reply.properties;
+                let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
+                let status = status.unwrap_or(500);
+                if let Some(problem) = output.fields.refusal_in(status, &reply) {
+                    return Err(
+                        anyhow!("stopped, since it concerns all rows: {problem}").exits_with(Exit::Usage)
+                    );
+                }
                 if let Some(tally) = &mut output.tally {
                     tally.count(1, inputs, &Answer::of(&reply));
                 }
                 output.truncated = output.truncated.saturating_add(truncated_in(&reply));
-                let properties = &reply.properties;
-                let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
-                let status = status.unwrap_or(500) as u16;
                 let id = properties.message_id.as_deref().unwrap_or_default();
                 let body = batch_line::body_value(&reply);
                 let notes = batch_line::notes_of(&reply);
-                (batch_line::response_line(&custom_id, status, id, &notes, &body), status != 200)
+                (batch_line::response_line(&custom_id, status as u16, id, &notes, &body), status != 200)
             }
             (Line::Invalid(line), _) => {
                 if let Some(tally) = &mut output.tally {

@@ -60,10 +60,11 @@ struct ModelSettings {
 /// The options that decide only how many sequences run at once.
 const CAPACITY_OPTIONS: [&str; 2] = ["kv_tokens", "sequences"];
 
-/// One property of a pool that must not change between runs.
-struct Criterion {
-    is_equal: bool,
-    show: fn(&PoolProvenance) -> String,
+/// One property of a pool. Two are equal if the whole digests are, of which only the beginning is shown.
+#[derive(PartialEq)]
+struct Property {
+    shown: String,
+    digest: Option<String>,
 }
 
 impl Provenance {
@@ -104,9 +105,12 @@ impl Provenance {
             new_values.push(format!("{} pools", new.pools.len()));
         }
         for (old_pool, new_pool) in self.pools.iter().zip(&new.pools) {
-            for Criterion { show, .. } in old_pool.criteria(new_pool).iter().filter(|it| !it.is_equal) {
-                old_values.push(show(old_pool));
-                new_values.push(show(new_pool));
+            let pairs = old_pool.properties().into_iter().zip(new_pool.properties());
+            for (old, new) in
+                pairs.filter_map(|(old, new)| Some((old?, new?))).filter(|(old, new)| old != new)
+            {
+                old_values.push(old.shown);
+                new_values.push(new.shown);
             }
         }
         if self.input != new.input {
@@ -155,48 +159,23 @@ impl PoolProvenance {
         Self { model: model_name(&pool.model).to_owned(), weights, settings }
     }
 
-    /// The criteria by which the pool of another run is compared with this one.
-    fn criteria(&self, other: &Self) -> [Criterion; 6] {
-        let (old, new) = (&self.settings, &other.settings);
+    /// The properties that must not change between runs; none for one that an older record does not tell.
+    fn properties(&self) -> [Option<Property>; 6] {
+        let ReplySettings { dtype, max_inputs, max_body, served_names, model } = &self.settings;
+        let weights = self.weights.as_ref();
+        let digest = weights.map(|sha256| format!(" (weights sha256 {sha256:.12})")).unwrap_or_default();
+        let plain = |shown: String| Some(Property { shown, digest: None });
         [
-            Criterion {
-                is_equal: (&self.model, &self.weights) == (&other.model, &other.weights),
-                show: Self::shown_model,
-            },
-            Criterion {
-                is_equal: old.dtype == new.dtype,
-                show: |pool| format!("dtype {}", pool.settings.dtype),
-            },
-            Criterion {
-                is_equal: old.max_inputs == new.max_inputs,
-                show: |pool| format!("max_inputs {}", pool.settings.max_inputs),
-            },
-            Criterion {
-                is_equal: old.max_body == new.max_body,
-                show: |pool| format!("max_body {} bytes", pool.settings.max_body),
-            },
-            Criterion {
-                is_equal: old.served_names == new.served_names,
-                show: |pool| format!("served_names {:?}", pool.settings.served_names),
-            },
-            Criterion {
-                is_equal: old.model.is_none() || new.model.is_none() || old.model == new.model,
-                show: Self::shown_settings,
-            },
+            Some(Property { shown: format!("model {:?}{digest}", self.model), digest: weights.cloned() }),
+            plain(format!("dtype {dtype}")),
+            plain(format!("max_inputs {max_inputs}")),
+            plain(format!("max_body {max_body} bytes")),
+            plain(format!("served_names {served_names:?}")),
+            model.as_ref().and_then(|ModelSettings { task, options }| {
+                let options = serde_json::to_string(options).unwrap_or_default();
+                plain(format!("task {:?} with the options {options}", task.as_deref().unwrap_or("auto")))
+            }),
         ]
-    }
-
-    fn shown_settings(&self) -> String {
-        let Some(ModelSettings { task, options }) = &self.settings.model else { return String::new() };
-        let options = serde_json::to_string(options).unwrap_or_default();
-        format!("task {:?} with the options {options}", task.as_deref().unwrap_or("auto"))
-    }
-
-    fn shown_model(&self) -> String {
-        match &self.weights {
-            Some(sha256) => format!("model {:?} (weights sha256 {sha256:.12})", self.model),
-            None => format!("model {:?}", self.model),
-        }
     }
 }
 

@@ -77,9 +77,10 @@ async fn a_denoising_model_has_no_prompt_and_takes_its_steps_at_once() {
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn the_pools_encode_settings_override_those_of_the_model() {
     for (interval, source) in [(None, "script?encode_interval=2&encode_batch=1"), (Some(2), "script")] {
-        let rig = Rig::new(source, 64);
         let (batch, names) = (interval.map(|_| 1), names(3));
-        rig.engine.set_policy(Policy { encode_interval: interval, encode_batch: batch, ..policy(64) });
+        let policy = Policy { encode_interval: interval, encode_batch: batch, ..policy(64) };
+        let starter = crate::engine::continuous(crate::model::testing::script::load);
+        let rig = Rig::of(&starter, |log| Setup { policy, ..setup(source, 64, log) });
         let (long, windows) = tokio::join!(
             rig.run("long", sequence(1, 20)),
             join_all(names.iter().map(|id| rig.run(id, window(1, 1))))

@@ -4,6 +4,8 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use super::{Dtype, LoadError, LoadSpec};
@@ -171,13 +173,14 @@ impl ModelFiles {
     /// The path of a file; none if the model does not have it.
     ///
     /// # Errors
-    /// [`LoadError::Hub`] if the hub cannot be reached.
+    /// [`LoadError::Hub`] if the hub cannot be reached, [`LoadError::File`] for a pointer of Git LFS in its place.
     pub fn optional(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
         let found = match &self.location {
             Location::Folder(folder) => Some(folder.join(name)).filter(|path| path.is_file()),
             Location::Hub(hub) => hub.file(name)?,
         };
         if let Some(path) = &found {
+            refuse_pointer(path)?;
             self.found.borrow_mut().insert(name.to_owned(), path.clone());
         }
         Ok(found)
@@ -266,6 +269,21 @@ impl ModelFiles {
     fn at(location: Location) -> Self {
         Self { location, found: RefCell::default() }
     }
+}
+
+/// What is in the place of a large file if a repository was cloned without Git LFS.
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1";
+
+fn refuse_pointer(path: &Path) -> Result<(), LoadError> {
+    let mut beginning = Vec::new();
+    // Whoever reads the file reports that it cannot be read.
+    let _ = File::open(path).and_then(|file| file.take(POINTER.len() as u64).read_to_end(&mut beginning));
+    if beginning != POINTER {
+        return Ok(());
+    }
+    let reason =
+        "this is a Git LFS pointer; fetch the file itself (`git lfs pull` in the repository)".to_owned();
+    Err(LoadError::File { path: path.to_owned(), reason })
 }
 
 /// A GGUF file in a folder, if there is one.
@@ -417,6 +435,28 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(&path, "").unwrap();
             assert_eq!(files.weights_of(stem).unwrap(), [path]);
+        }
+    }
+
+    #[test]
+    fn a_pointer_of_git_lfs_in_the_place_of_a_file_is_refused_by_its_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 90868376\n";
+        let names = ["tokenizer.json", "model.gguf", "model.safetensors", "pytorch_model.bin"];
+        for name in names {
+            let path = folder.path().join(name);
+            std::fs::write(&path, pointer).unwrap();
+            let source = if name.ends_with("gguf") { path.as_path() } else { folder.path() };
+            let error = ModelFiles::locate(source.to_str().unwrap()).and_then(|files| {
+                if name == "tokenizer.json" {
+                    files.required(name).map(drop)
+                } else {
+                    files.weights().map(drop)
+                }
+            });
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains(path.to_str().unwrap()) && error.contains("a Git LFS pointer"), "{error}");
+            std::fs::remove_file(path).unwrap();
         }
     }
 

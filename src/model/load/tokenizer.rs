@@ -30,6 +30,11 @@ pub struct Tokens {
 }
 
 impl Tokens {
+    /// The bytes of memory that they take.
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>() + size_of_val(&*self.ids)
+    }
+
     /// Leaves the first `count` tokens out of the pooling.
     ///
     /// # Errors
@@ -64,7 +69,7 @@ pub enum Reading {
     Cut,
     /// It is read in windows, each as long as the model takes.
     Windows {
-        /// The number of tokens that two neighbouring windows share.
+        /// The number of tokens that two neighbouring windows share, which [`TextTokenizer::check_stride`] has checked.
         stride: usize,
         /// The most windows.
         max_windows: usize,
@@ -364,8 +369,8 @@ impl TextTokenizer {
     ///
     /// # Errors
     /// `TooLarge` with the numbers for more windows than `max_windows`, and for a text that is read in windows and has more
-    /// bytes than are tokenised at once. `BadInput` if `stride` leaves no room for further tokens. `Internal` if the
-    /// tokenizer fails, or gives no tokens or an id outside the vocabulary.
+    /// bytes than are tokenised at once. `Internal` if the tokenizer fails, or gives no tokens or an id outside the
+    /// vocabulary.
     pub fn windows(&self, text: &str, reading: Reading) -> Result<Vec<Window>, TaskError> {
         let room = self.room();
         let encode = |text: &str| self.tokenizer.encode_char_offsets(text, false);
@@ -382,7 +387,6 @@ impl TextTokenizer {
             }
             Reading::Cut => (encode(text).map_err(|error| no_ids(NoIds::Failed(error)))?, 0),
             Reading::Windows { stride, max_windows } => {
-                self.check_stride(stride)?;
                 if text.len() > MAX_BYTES {
                     let bytes = text.len();
                     return Err(too_large(format!(

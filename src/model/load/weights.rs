@@ -61,7 +61,8 @@ impl Weights {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
         let marker = format!("{prefix}{marker}");
-        let has_prefix = shards.iter().any(|shard| shard.tensors.contains_key(&marker));
+        let names = [other_name(&marker), marker];
+        let has_prefix = shards.iter().any(|shard| names.iter().any(|name| shard.tensors.contains_key(name)));
         let prefix = if has_prefix { prefix } else { String::new() };
         Ok(Self { shards, prefix, device: device.clone(), dtype, matrix_format })
     }
@@ -189,11 +190,9 @@ impl Weights {
     }
 
     fn info_by_full_name(&self, name: String, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
-        // Checkpoints converted from TensorFlow keep its names for a norm's parameters.
-        let old_name =
-            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
+        let other_name = other_name(&name);
         let found = self.shards.iter().find_map(|shard| {
-            let info = shard.tensors.get(&name).or_else(|| shard.tensors.get(&old_name));
+            let info = shard.tensors.get(&name).or_else(|| shard.tensors.get(&other_name));
             Some((shard, info?))
         });
         let (shard, info) = found.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
@@ -278,6 +277,14 @@ pub fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
     Ok(())
 }
 
+/// Another name that files have for a tensor: checkpoints converted from TensorFlow keep its names for a norm's
+/// parameters, and T5's token embeddings, which have two names, may be saved under the second alone.
+fn other_name(name: &str) -> String {
+    name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta")
+        .replace("shared.weight", "encoder.embed_tokens.weight")
+}
+
 struct Shard {
     path: PathBuf,
     bytes: Arc<Mmap>,
@@ -294,8 +301,13 @@ impl Shard {
         } else {
             ("not a whole safetensors file", safetensors(&bytes))
         };
-        let tensors =
+        let mut tensors =
             tensors.map_err(|error| fault(format!("{problem} ({} bytes): {error}", bytes.len())))?;
+        // PyTorch's DataParallel, which holds the network as its `module`, was saved in the network's place.
+        if tensors.keys().all(|name| name.starts_with("module.")) {
+            tensors =
+                tensors.into_iter().map(|(name, info)| (name["module.".len()..].to_owned(), info)).collect();
+        }
         Ok(Self { path: path.to_owned(), bytes: Arc::new(bytes), tensors })
     }
 
@@ -416,6 +428,18 @@ mod tests {
         let names = ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"];
         let [first, second] = names.map(|name| whole.shards[0].tensors[name].data_offsets);
         assert_eq!(first, second);
+    }
+
+    #[test]
+    fn names_of_a_parallel_module_and_the_second_name_of_embeddings_are_read() {
+        let weights = read(&["torch/parallel.bin"]).unwrap();
+        assert_eq!(weights.prefix(), "bert.");
+        assert_eq!(weights.values("bert.embeddings.word_embeddings.weight", &[2, 1]).unwrap(), [1.5, -2.0]);
+        let paths = [fixture("torch/t5.bin")];
+        let weights =
+            Weights::read(&paths, "transformer", "shared.weight", &Device::Cpu, Precision::F32).unwrap();
+        assert_eq!(weights.prefix(), "transformer.");
+        assert_eq!(weights.values("transformer.shared.weight", &[3]).unwrap(), [0.0, 1024.0, -0.25]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! BLIP, computed by candle-transformers: an encoder turns an image into vectors, and a decoder writes a text from them.
-//! Refuses models that it does not compute as published. candle-transformers keeps the keys and values of a text in the
-//! decoder object, so that each sequence has a clone of it. The clones share the weights.
+//! BLIP, computed by candle-transformers: an encoder turns an image into vectors, and a decoder writes a text from
+//! them. Refuses models that it does not compute as published. candle-transformers keeps the keys and values of a text
+//! in the decoder object, so that each sequence has a clone of it. The clones share the weights.
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
@@ -109,7 +109,7 @@ impl BlipConfig {
     }
 }
 
-/// Refuses a precision in which the network does not compute.
+/// Refuses a number format in which the network does not compute.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for any but f32.

@@ -53,8 +53,8 @@ impl Reach {
 }
 
 impl Group {
-    /// Copies the plan of a group to the device. Shorter sequences are padded with `padding_slot`, whose keys and values
-    /// are zeros.
+    /// Copies the plan of a group to the device. Shorter sequences are padded with `padding_slot`, whose keys and
+    /// values are zeros.
     ///
     /// # Errors
     /// The device fails.
@@ -135,7 +135,7 @@ pub(super) fn indices(indices: Vec<u32>, device: &Device) -> Result<Tensor> {
     Tensor::from_vec(indices, count, device)
 }
 
-/// `x` `[rows, depth]` in f32 times the transposed `matrix` `[width, depth]`, multiplied in the matrix's precision.
+/// `x` `[rows, depth]` in f32 times the transposed `matrix` `[width, depth]`, multiplied in the matrix's number format.
 pub(super) fn linear(x: &Tensor, matrix: &Tensor) -> Result<Tensor> {
     x.to_dtype(matrix.dtype())?.matmul(&matrix.t()?)?.to_dtype(DType::F32)
 }

@@ -1,5 +1,5 @@
-//! Checks whether a network, on its device and in its precision, computes the same as on a CPU in f32. Tests compare
-//! the results of a CPU in f32 with the reference library. Owns no state.
+//! Checks whether a network, on its device and in its number format, computes the same as on a CPU in f32. Tests
+//! compare the results of a CPU in f32 with the reference library. Owns no state.
 
 use candle_core::Device;
 
@@ -25,17 +25,18 @@ pub fn tolerance(dtype: Dtype) -> f64 {
     }
 }
 
-/// A further bound of each vector's error if the precision is chosen for the device. Its cosine is at least 0.985 then.
-const CHOSEN_TOLERANCE: f64 = 0.172;
+/// A further bound of each vector's error if `auto` chose the number format. Its cosine is at least 0.985 then.
+const AUTO_TOLERANCE: f64 = 0.172;
 /// The largest accepted root mean square of all vectors' errors. The mean of their cosines is at least 0.997 then.
-const CHOSEN_MEAN_TOLERANCE: f64 = 0.077;
+const AUTO_MEAN_TOLERANCE: f64 = 0.077;
 
-/// The largest accepted root mean square of the errors of scores in a chosen precision, relative to the root mean square of
-/// the scores' distances from their label's mean over the known inputs. Their correlation is 0.995 at least then.
-const CHOSEN_SCORE_TOLERANCE: f64 = 0.1;
+/// The largest accepted root mean square of the errors of scores in a number format that `auto` chose, relative to the
+/// root mean square of the scores' distances from their label's mean over the known inputs. Their correlation is 0.995
+/// at least then.
+const AUTO_SCORE_TOLERANCE: f64 = 0.1;
 
-/// A known input, and its vectors as the network computes it and as a CPU computes it in f32. A vector is None if any of
-/// its numbers is not finite.
+/// A known input, and its vectors as the network computes it and as a CPU computes it in f32. A vector is None if any
+/// of its numbers is not finite.
 pub struct Compared {
     /// Names the input.
     pub what: String,
@@ -48,8 +49,8 @@ pub struct Compared {
 /// The number of layers that are compared where the whole network in f32 may take more memory than the worker has.
 pub const COMPARED_LAYERS: usize = 2;
 
-/// Compares the logits after one known input, without their mean: what all logits have in common changes no probability, and
-/// must not hide a difference. `what` names the input.
+/// Compares the logits after one known input, without their mean: what all logits have in common changes no
+/// probability, and must not hide a difference. `what` names the input.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] if they differ.
@@ -78,8 +79,8 @@ pub fn compare(spec: &LoadSpec, what: &str, found: Vec<f32>, expected: Vec<f32>)
 /// Compares the vectors of known inputs.
 ///
 /// # Errors
-/// [`LoadError::File`] if weights are not finite. [`LoadError::Unfit`] with the first input whose vectors differ too much or, if the precision is chosen, with the root mean
-/// square of all errors.
+/// [`LoadError::File`] if weights are not finite. [`LoadError::Unfit`] with the first input whose vectors differ too
+/// much or, if `auto` chose the number format, with the root mean square of all errors.
 pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError> {
     let mut errors = Vec::new();
     for Compared { what, found, expected } in inputs {
@@ -94,20 +95,20 @@ pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError
     }
     let root_mean_square =
         (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
-    if !spec.is_dtype_auto || root_mean_square <= CHOSEN_MEAN_TOLERANCE {
+    if !spec.is_dtype_auto || root_mean_square <= AUTO_MEAN_TOLERANCE {
         return Ok(());
     }
     let reason = format!(
         "the vectors of known inputs in {} differ from those in f32 by {root_mean_square:.2e} of their length (root mean \
-         square); at most {CHOSEN_MEAN_TOLERANCE} is allowed",
+         square); at most {AUTO_MEAN_TOLERANCE} is allowed",
         spec.dtype.name()
     );
     Err(LoadError::Unfit { device: spec.device.clone(), why: Unfit::WrongResult, reason })
 }
 
-/// Compares the scores that a head computes for each of some known inputs, one for each label, in a chosen precision. All
-/// labels are taken together, so that those whose score hardly changes count little. Scores rank inputs: where they are close
-/// together, only small errors keep their order.
+/// Compares the scores that a head computes for each of some known inputs, one for each label, in a number format that
+/// `auto` chose. All labels are taken together, so that those whose score hardly changes count little. Scores rank
+/// inputs: where they are close together, only small errors keep their order.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] if they differ too much for how far they are apart.
@@ -124,12 +125,12 @@ pub fn compare_scores(spec: &LoadSpec, found: &[Vec<f32>], expected: &[Vec<f32>]
     let spread = squares(&mut means.iter().copied().cycle());
     let error = squares(&mut found.iter().flatten().copied().map(f64::from));
     let relative = (error / spread.max(f64::MIN_POSITIVE)).sqrt();
-    if relative <= CHOSEN_SCORE_TOLERANCE {
+    if relative <= AUTO_SCORE_TOLERANCE {
         return Ok(());
     }
     let reason = format!(
         "the scores of known inputs in {} differ from those in f32 by {relative:.2e} of their standard deviation (root mean \
-         square); at most {CHOSEN_SCORE_TOLERANCE} is allowed",
+         square); at most {AUTO_SCORE_TOLERANCE} is allowed",
         spec.dtype.name()
     );
     Err(LoadError::Unfit { device: spec.device.clone(), why: Unfit::WrongResult, reason })
@@ -141,7 +142,7 @@ fn check(
     what: &str,
     error: f64,
 ) -> Result<(), LoadError> {
-    let tolerance = if *is_dtype_auto { tolerance(*dtype).min(CHOSEN_TOLERANCE) } else { tolerance(*dtype) };
+    let tolerance = if *is_dtype_auto { tolerance(*dtype).min(AUTO_TOLERANCE) } else { tolerance(*dtype) };
     if error <= tolerance {
         return Ok(());
     }
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chosen_precision_keeps_cosines_above_the_documented_ones() {
+    fn a_number_format_that_auto_chose_keeps_cosines_above_the_documented_ones() {
         let operators = LoadSpec { dtype: Dtype::Int8, ..LoadSpec::new("a") };
         let chosen = LoadSpec { is_dtype_auto: true, ..operators.clone() };
         // cos 10° = 0.9848, cos 4.5° = 0.9969.

@@ -9,6 +9,7 @@ pub mod decoder;
 pub mod diffusion;
 pub mod encoder;
 mod fitness;
+pub mod held;
 pub mod hibari;
 pub mod image;
 #[cfg(feature = "candle-transformers")]
@@ -33,11 +34,11 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
     names
 }
 
-/// The precision in which a network of linear layers computes on its device. On a CPU, bf16 and int8 are only for the
-/// matrices, and all other numbers are f32.
+/// The number format in which a network of linear layers computes on its device. On a CPU, bf16 and int8 are only for
+/// the matrices, and all other numbers are f32.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] for a precision that the device does not have.
+/// [`LoadError::Unsupported`] for a number format that the device does not have.
 pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     let with_matrices = |matrices| Precision { matrices, ..Precision::F32 };
     let on_cpu = spec.device == "cpu";
@@ -48,7 +49,7 @@ pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     }
 }
 
-/// Checks that matrices whose rows have these widths can have the precision. Each width comes with its name.
+/// Checks that matrices whose rows have these widths can have the number format. Each width comes with its name.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a width that the groups of numbers with a common scale do not divide.
@@ -64,11 +65,11 @@ pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), Loa
     Err(LoadError::Unsupported { model: spec.source.clone(), reason })
 }
 
-/// The precision of a network whose numbers all have one type.
+/// The number format of a network whose numbers all have one type.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have, and for a chosen one on a CPU
-/// that would be slower than f32.
+/// [`LoadError::Unsupported`] for a number format that only the matrices of linear layers can have, and for one that
+/// `auto` chose on a CPU that would be slower than f32.
 pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     if spec.is_dtype_auto && spec.device == "cpu" && spec.dtype != Dtype::F32 {
         let reason =

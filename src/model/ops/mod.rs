@@ -10,6 +10,7 @@ mod convolution_block;
 mod feed_forward;
 pub mod gpu;
 mod position_terms;
+pub mod probabilities;
 mod time_convolution;
 
 pub use add_norm::{Epilogue, NormParams, add, add_norm};

@@ -10,8 +10,8 @@ use serde_json::Value;
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
-    BRIEF_BODY, InputReport, MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs,
-    check_text_files, load_text_model, request_text_files, text_input, text_limits,
+    InputReport, MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files,
+    effort_of_texts, load_text_model, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{
     Description, Example, Family, FileRules, MODULES, OptionDefault, OptionSpec, POOLING, Sample, Serves,
@@ -230,7 +230,11 @@ impl Processor for EmbeddingProcessor {
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+        effort_of_texts(&message.body, self.prompts.longest())
+    }
+
+    fn bytes(&self, tokens: &Tokens) -> usize {
+        tokens.bytes()
     }
 
     fn finish(&self, context: EmbeddingContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {

@@ -8,10 +8,10 @@ use std::sync::{Arc, OnceLock};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::probabilities::softmax;
 use super::{OnError, ReportedInputs, TextInputs, text_input};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::ops::probabilities::softmax;
 use crate::model::{LoadError, TaskError};
 use crate::protocol::labels::{ClassifyRequest, ZeroShot};
 
@@ -113,10 +113,10 @@ pub(super) fn inputs(
     let hypotheses = zero_shot.labels.sentences().enumerate();
     let hypotheses: Vec<_> =
         hypotheses.map(|(index, sentence)| SharedText::new(sentence, format!("{field}[{index}]"))).collect();
-    let texts = std::mem::take(&mut request.texts);
+    let texts = std::mem::take(&mut request.texts.items);
     let mut pairs = Vec::with_capacity(texts.len() * hypotheses.len());
     for (index, text) in texts.into_iter().enumerate() {
-        let premise = SharedText::new(text, request.path(index));
+        let premise = SharedText::new(text, request.texts.path(index));
         for (label, hypothesis) in hypotheses.iter().enumerate() {
             let of_premise = if label == 0 { premise.text.len() } else { 0 };
             let of_hypothesis = if index == 0 { hypothesis.text.len() } else { 0 };

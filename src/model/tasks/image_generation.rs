@@ -62,14 +62,14 @@ static OPTIONS: [OptionSpec; 6] = [
         name: "seed",
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
-        help: "mixed with a task's id, the seed of the images of a task without `seed`",
+        help: "with a task's id, the seed of the random numbers of tasks that set none",
     },
     OptionSpec {
         name: "sequences",
         takes: Takes::Whole(1..=64),
         default: OptionDefault::Derived("1 on a CPU, 4 on a GPU"),
-        help: "the most images that are made at once, in turns by steps; `batch.max_requests` bounds them too. On a CPU a step \
-               computes its images one after the other, and `batch.timeout` is for all of them",
+        help: "the most images that are made at once, in turns by steps; `batch.max_requests` bounds them too. On a CPU a \
+               step computes them one after the other, and `batch.timeout` is for all of them",
     },
 ];
 

@@ -10,9 +10,8 @@ use serde_json::Value;
 
 use super::entailment::{self, Entailment};
 use super::names::ServedNames;
-pub use super::probabilities::{sigmoid, softmax};
 use super::{
-    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
+    MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, effort_of_texts, load_text_model,
     request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
@@ -20,16 +19,20 @@ use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
+pub use crate::model::ops::probabilities::{sigmoid, softmax};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::fields::excerpt;
+use crate::protocol::fields::{Texts, excerpt};
 use crate::protocol::labels::{ClassifyRequest, URL, ZeroShot, write_best_labels, write_labels};
 use crate::protocol::reply::Usage;
 
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
 /// made for each label before the shape of a tensor confirms their number.
 const MAX_LABELS: usize = 1 << 20;
+
+/// The most labels of a model whose replies are brief work: a number takes about 30 ns to write.
+const MAX_BRIEF_LABELS: usize = 1_000;
 
 /// The labels of a classifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -219,7 +222,7 @@ impl Processor for LabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = ClassifyRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let ClassifyRequest { top_k, raw_scores, is_list, .. } = request;
+        let ClassifyRequest { top_k, raw_scores, texts: Texts { is_list, .. }, .. } = request;
         if let Some(zero_shot) = request.zero_shot.take() {
             let field = zero_shot.labels.field;
             let entailment = self.entailment.ok_or_else(|| {
@@ -233,9 +236,9 @@ impl Processor for LabelProcessor {
             let zero_shot = Some((entailment, zero_shot));
             return Ok((LabelContext { top_k, raw_scores, zero_shot, is_list, report }, inputs));
         }
-        let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
+        let (texts, tokenizer) = (std::mem::take(&mut request.texts.items), self.tokenizer.clone());
         let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
-            let path = || request.path(index);
+            let path = || request.texts.path(index);
             let tokens = tokenizer.text(&text).map_err(|error| error.with_param(path()))?;
             text_input(tokens, request.truncate, path, tokenizer.max_tokens())
         });
@@ -244,8 +247,16 @@ impl Processor for LabelProcessor {
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        // Each label of a request puts a sentence of its template into the texts.
-        Effort::brief_if(message.body.len() <= BRIEF_BODY && self.entailment.is_none())
+        // Each label of a request puts a sentence of its template into the texts. The reply has a number for each label of
+        // the model.
+        match self.entailment {
+            None if self.labels.names.len() <= MAX_BRIEF_LABELS => effort_of_texts(&message.body, 0),
+            _ => Effort::Usual,
+        }
+    }
+
+    fn bytes(&self, tokens: &Tokens) -> usize {
+        tokens.bytes()
     }
 
     fn finish(&self, context: LabelContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {

@@ -13,7 +13,6 @@ pub mod labels;
 mod logit_score;
 mod names;
 pub mod pairs;
-mod probabilities;
 pub(super) mod sentence_settings;
 pub mod sparse;
 pub mod speak;
@@ -36,12 +35,12 @@ use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
 use super::nets::encoder::text_config::{MAX_DECODER_TOKENS, TextConfig};
 use super::nets::encoder::{Output, TextNetwork};
-use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError, TaskErrorKind};
+use super::{Device, Effort, Inputs, LoadError, LoadSpec, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::Body;
 
-/// The largest body of texts that counts as brief, in bytes. A tokenizer takes about 2 ms for 4 KiB of text,
-/// so this body takes about 1 ms.
-const BRIEF_BODY: usize = 2 << 10;
+/// The largest cost of a body that counts as brief, in bytes of text. A tokenizer takes about 2 ms for 4 KiB of text, so
+/// it takes about 1 ms.
+const BRIEF_COST: usize = 2 << 10;
 /// Bytes of the texts in a slice, for each thread: tokenising them takes about 16 ms. A longer text is a slice by
 /// itself.
 const SLICE_BYTES: usize = 32 << 10;
@@ -125,6 +124,21 @@ fn read_tokenizer(
 ) -> Result<TextTokenizer, LoadError> {
     let path = files.required("tokenizer.json")?;
     TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary())
+}
+
+/// How long it takes to prepare the texts of a JSON body, if a prompt of at most `prompt_bytes` bytes is put before each.
+/// It is judged before anything is computed, by what the bytes allow: a short body may have many texts or lists of token
+/// ids, and normalising may make many characters of one.
+fn effort_of_texts(body: &[u8], prompt_bytes: usize) -> Effort {
+    let cost = |byte: &u8| match byte {
+        // A text has two quotation marks.
+        b'"' | b'[' => (TEXT_OVERHEAD + prompt_bytes).div_ceil(2),
+        // The escape of a character has six bytes. No character becomes more than 33.
+        b'\\' => 8,
+        0x80.. => 4,
+        _ => 1,
+    };
+    Effort::brief_if(body.len() <= BRIEF_COST && body.iter().map(cost).sum::<usize>() <= BRIEF_COST)
 }
 
 /// Prepares each item, given its index. If there are `many` items or more, the threads of the caller's pool share them.
@@ -374,5 +388,39 @@ impl InputCounts {
     fn body(self, json: Vec<u8>) -> Body {
         let body = Body::json(json);
         if self.truncated == 0 { body } else { body.header("truncated", self.truncated as i64) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokenizers::NormalizedString;
+
+    use super::*;
+
+    #[test]
+    fn the_content_of_a_body_decides_whether_its_texts_are_brief() {
+        let effort = |body: String, prompt| effort_of_texts(body.as_bytes(), prompt);
+        let one = |text: &str| format!(r#"{{"model":"m","input":"{text}","encoding_format":"base64"}}"#);
+        let sentence = "A sconce holds candles, and each worker of it is one candle on one device. ";
+        assert_eq!(effort(one(&sentence.repeat(4)), 40), Effort::Brief);
+        assert_eq!(effort(one(&"\u{4e2d}".repeat(40)), 40), Effort::Brief);
+        let many = format!(r#"{{"input":[{}""]}}"#, r#""","#.repeat(50));
+        let lists = format!(r#"{{"input":[{}[1]]}}"#, "[1],".repeat(100));
+        let growing = "\u{fdfa}".repeat(300);
+        for body in [many, lists, one(&sentence.repeat(40)), one(&growing), one(&"\\ufdfa".repeat(200))] {
+            assert!(body.len() <= BRIEF_COST + 2_000, "{}", body.len());
+            assert_eq!(effort(body.clone(), 0), Effort::Usual, "{body}");
+        }
+        let few = r#"{"input":["a","b","c","d"]}"#.to_owned();
+        assert_eq!((effort(few.clone(), 0), effort(few, 500)), (Effort::Brief, Effort::Usual));
+    }
+
+    #[test]
+    fn normalising_makes_at_most_three_bytes_of_a_counted_one() {
+        for character in (0x80..=0x10_ffff).filter_map(char::from_u32) {
+            let mut normalized = NormalizedString::from(character.to_string());
+            let bytes = normalized.nfkd().get().len().max(normalized.nfkc().get().len());
+            assert!(bytes <= 3 * 4 * character.len_utf8(), "{character:?}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use super::labels::{label_count, sigmoid};
 use super::logit_score::{LOGIT_SCORE, PairPrompts, is_logit_score};
 use super::names::ServedNames;
 use super::{
-    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files,
+    MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files, effort_of_texts,
     read_tokenizer, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
@@ -156,7 +156,14 @@ impl Processor for PairProcessor {
 
     fn effort(&self, message: &Message) -> Effort {
         // The prompt of each document is longer than its part of the body.
-        Effort::brief_if(message.body.len() <= BRIEF_BODY && self.prompts.is_none())
+        match self.prompts {
+            None => effort_of_texts(&message.body, 0),
+            Some(_) => Effort::Usual,
+        }
+    }
+
+    fn bytes(&self, tokens: &Tokens) -> usize {
+        tokens.bytes()
     }
 
     fn finish(&self, context: PairContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {

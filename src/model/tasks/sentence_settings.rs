@@ -89,6 +89,11 @@ impl Prompts {
         &self.default
     }
 
+    /// The bytes of the longest prompt.
+    pub fn longest(&self) -> usize {
+        self.texts.values().map(String::len).max().unwrap_or(0)
+    }
+
     /// Says which prompts the model has, for errors.
     fn available(&self) -> String {
         if self.texts.is_empty() {

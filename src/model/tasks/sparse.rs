@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
-    BRIEF_BODY, MAX_SEQ_LENGTH, MayBeCut, OnError, SharedReport, TextInputs, check_text_files,
-    read_tokenizer, request_text_files, text_input, text_limits,
+    MAX_SEQ_LENGTH, MayBeCut, OnError, SharedReport, TextInputs, check_text_files, read_tokenizer,
+    request_text_files, text_input, text_limits,
 };
 use crate::model::family::{
     Description, Example, Family, FileRules, LIBRARY_CONFIG, MODULES, Module, Sample, Serves,
@@ -19,11 +19,11 @@ use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::TextTokenizer;
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::encoder::sparse::{
-    Selection, SparseInput, SparseNetwork, SparsePooling, SparseVector, has_head,
+    HeadNames, Selection, SparseHead, SparseInput, SparseNetwork, SparsePooling, SparseVector,
 };
 use crate::model::nets::encoder::text_config::TextConfig;
 use crate::model::{
-    Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
+    Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
 };
 use crate::protocol::sparse::{SparseRequest, URL, write_vectors};
 
@@ -73,9 +73,7 @@ fn assumptions(model: &Description) -> Vec<String> {
 
 /// How vectors are made.
 struct Settings {
-    pooling: SparsePooling,
-    /// Whether the head may use the matrix of the token embeddings.
-    is_tied: bool,
+    head: SparseHead,
     /// The most numbers of a vector, unless the request has `top_k`.
     top_k: Option<usize>,
     prompts: Prompts,
@@ -105,10 +103,9 @@ impl Settings {
     /// invalid file.
     fn read(files: &ModelFiles, config: &NetworkConfig, source: &str) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
-        if !has_head(config) {
-            let family = config.family;
-            return Err(refused(format!("the head for masked tokens of {family:?} is not supported")));
-        }
+        let family = config.family;
+        let names = HeadNames::of(config)
+            .ok_or_else(|| refused(format!("the head for masked tokens of {family:?} is not supported")))?;
         let modules: Option<Vec<Module>> = files.json(MODULES)?;
         let (strategy, activation) = match modules.as_deref() {
             None => (None, None),
@@ -149,9 +146,10 @@ impl Settings {
             return Err(refused("max_active_dims is 0; it must be at least 1".to_owned()));
         }
         let head: HeadConfig = files.required_json("config.json")?;
+        let (pooling, is_tied) =
+            (SparsePooling { sums, logarithms }, head.tie_word_embeddings.unwrap_or(true));
         Ok(Self {
-            pooling: SparsePooling { sums, logarithms },
-            is_tied: head.tie_word_embeddings.unwrap_or(true),
+            head: SparseHead { pooling, names, is_tied },
             top_k: library.max_active_dims,
             prompts: SentenceSettings::prompts(files, source)?,
         })
@@ -165,10 +163,10 @@ impl Settings {
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SparseProcessor, SparseNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
-    let Settings { pooling, is_tied, top_k, prompts } = Settings::read(&files, &config, &spec.source)?;
+    let Settings { head, top_k, prompts } = Settings::read(&files, &config, &spec.source)?;
     let text_config = TextConfig::Encoder(config.clone());
     let tokenizer = read_tokenizer(&files, &text_config, text_limits(&FAMILY, spec, &files, &text_config)?)?;
-    let network = SparseNetwork::load(spec, device, &files, &config, &tokenizer, pooling, is_tied)?;
+    let network = SparseNetwork::load(spec, device, &files, &config, &tokenizer, &head)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = SparseProcessor { tokenizer, names, prompts, top_k, max_inputs: spec.max_inputs };
     Ok((processor, network))
@@ -215,10 +213,10 @@ impl Processor for SparseProcessor {
         self.names.check(request.model.as_deref())?;
         let prompt = self.prompts.named(request.prompt_name.as_deref())?.to_owned();
         let selection = Arc::new(Selection::new(request.top_k.or(self.top_k), request.threshold));
-        let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
+        let (texts, tokenizer) = (std::mem::take(&mut request.texts.items), self.tokenizer.clone());
         let task_selection = selection.clone();
         let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
-            let path = || request.path(index);
+            let path = || request.texts.path(index);
             let text = if prompt.is_empty() { text } else { format!("{prompt}{text}") };
             let tokens = tokenizer.text(&text).map_err(|error| error.with_param(path()))?;
             let sized = text_input(tokens, request.truncate, path, tokenizer.max_tokens())?;
@@ -229,8 +227,8 @@ impl Processor for SparseProcessor {
         Ok((SparseContext { selection, report }, inputs))
     }
 
-    fn effort(&self, message: &Message) -> Effort {
-        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+    fn bytes(&self, input: &SparseInput) -> usize {
+        input.tokens.bytes()
     }
 
     fn is_finish_slow(&self, context: &SparseContext) -> bool {

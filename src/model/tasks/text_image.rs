@@ -258,7 +258,7 @@ impl Processor for TextImageProcessor {
 
     fn bytes(&self, input: &TextOrImage) -> usize {
         match input {
-            TextOrImage::Text(_) => 0,
+            TextOrImage::Text(tokens) => tokens.bytes(),
             TextOrImage::Image(pixels) => size_of_val(&*pixels.0),
         }
     }

@@ -5,8 +5,9 @@
 mod request;
 mod response;
 
-use super::requests::SharingEndpoint;
+use super::fields::SharingEndpoint;
 
+pub(super) use request::KEYS;
 pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
 
@@ -15,7 +16,8 @@ pub const URL: &str = "/v1/embeddings";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["input"];
 /// Requests that can share a task.
-pub(super) const SHARING: SharingEndpoint = SharingEndpoint { url: URL, input_field: "input", unless: &[] };
+pub(super) const SHARING: SharingEndpoint =
+    SharingEndpoint { url: URL, input_fields: &["input"], unless: &[], unwraps: false };
 
 /// The body of a request to embed a text.
 pub fn body_of_text(text: &str) -> String {

@@ -5,6 +5,7 @@ mod reply;
 mod request;
 
 pub use reply::{Segment, Transcript, Word, delta, text_of};
+pub(super) use request::KEYS;
 pub use request::{Format, Sound, SpeechTask, TranscriptionRequest, VoiceDetection};
 
 /// The URL of requests for a text in the language of the recording.

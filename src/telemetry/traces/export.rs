@@ -1,13 +1,23 @@
 //! Exports finished spans to the collector: the SDK's bounded queue and its thread, which sends over OTLP (HTTP,
-//! protobuf). Ending a span never waits: if the queue is full, the span is lost.
+//! protobuf). Decides which spans are recorded. Ending a span never waits: if the queue is full, the span is lost.
 
+use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use opentelemetry::global::BoxedTracer;
+use opentelemetry::trace::{Link, SpanKind, TraceId, TracerProvider as _};
+use opentelemetry::{Context, Key, KeyValue, Value};
 use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{ExporterBuildError, Protocol, WithExportConfig, WithHttpConfig};
-use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanProcessor};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::{
+    BatchConfigBuilder, BatchSpanProcessor, Sampler, SamplingDecision, SamplingResult, SdkTracerProvider,
+    ShouldSample, SpanProcessor,
+};
 use parking_lot::Mutex;
+
+use super::{Flush, MAX_LINKS};
 
 /// Maximum number of finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
 const QUEUE_SIZE: usize = 4_096;
@@ -24,11 +34,40 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum number of bytes that are read of a collector's response.
 const MAX_RESPONSE_BYTES: u64 = 64 << 10;
 
+/// A tracer whose spans are sent to the collector at `endpoint`, and the function that sends those that have ended.
+/// Records the share `sample` of the traces that have no sampling decision from upstream.
+///
+/// # Errors
+/// The exporter cannot use the address, or a variable `OTEL_EXPORTER_OTLP_…` cannot be read.
+pub(super) fn open(endpoint: &str, sample: f64, worker: &str) -> Result<(BoxedTracer, Flush), String> {
+    let span_queue = span_queue(endpoint).map_err(|error| error.to_string())?;
+    Ok(tracer_and_flush(span_queue, sample, worker))
+}
+
+/// A tracer over a processor of spans, and the function that sends its ended spans.
+pub(super) fn tracer_and_flush(
+    processor: impl SpanProcessor + 'static,
+    sample: f64,
+    worker: &str,
+) -> (BoxedTracer, Flush) {
+    let provider = SdkTracerProvider::builder()
+        .with_span_processor(processor)
+        .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
+        .with_max_links_per_span(MAX_LINKS as u32)
+        .with_resource(resource(worker))
+        .build();
+    let tracer = BoxedTracer::new(Box::new(provider.tracer("sconce")));
+    // Never dropped, since its `drop` waits for the collector.
+    let provider = ManuallyDrop::new(provider);
+    let flush = move |timeout| provider.shutdown_with_timeout(timeout).map_err(|error| error.to_string());
+    (tracer, Box::new(flush))
+}
+
 /// The queue, its thread and the exporter for a collector at `endpoint`.
 ///
 /// # Errors
 /// The exporter cannot use the address, or a variable `OTEL_EXPORTER_OTLP_…` cannot be read.
-pub(super) fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBuildError> {
+fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBuildError> {
     let agent = ureq::AgentBuilder::new()
         .timeout_connect(CONNECT_TIMEOUT)
         .timeout(EXPORT_TIMEOUT)
@@ -47,6 +86,46 @@ pub(super) fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static,
         .with_max_export_batch_size(BATCH_SIZE)
         .with_scheduled_delay(EXPORT_DELAY);
     Ok(BatchSpanProcessor::builder(exporter).with_batch_config(sizes.build()).build())
+}
+
+/// Records every span with links: a batch with a recorded task. For all other spans the parent or the inner sampler
+/// decides.
+#[derive(Clone, Debug)]
+struct Sampling(Sampler);
+
+impl ShouldSample for Sampling {
+    fn should_sample(
+        &self,
+        parent: Option<&Context>,
+        trace: TraceId,
+        name: &str,
+        kind: &SpanKind,
+        attributes: &[KeyValue],
+        links: &[Link],
+    ) -> SamplingResult {
+        let mut result = self.0.should_sample(parent, trace, name, kind, attributes, links);
+        if !links.is_empty() {
+            result.decision = SamplingDecision::RecordAndSample;
+        }
+        result
+    }
+}
+
+/// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
+fn resource(worker: &str) -> Resource {
+    let detected = Resource::builder().build();
+    // If the environment names no service, the SDK makes up the name `unknown_service`.
+    let is_made_up =
+        |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
+    let detected = detected.iter().filter(|(key, value)| !is_made_up(key, value));
+    Resource::builder_empty()
+        .with_service_name("sconce")
+        .with_attributes([
+            KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+            KeyValue::new("service.instance.id", worker.to_owned()),
+        ])
+        .with_attributes(detected.map(|(key, value)| KeyValue::new(key.clone(), value.clone())))
+        .build()
 }
 
 /// The exporter's HTTP client. It may block, since the exporter calls it on a thread of its own.

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 
+use opentelemetry::global::BoxedSpan;
 use opentelemetry::trace::{Span as _, SpanContext, Status};
 use opentelemetry::{KeyValue, Value};
-use opentelemetry_sdk::trace::Span;
 use parking_lot::Mutex;
 
-use super::context;
+use super::{TaskLink, context};
 
 /// The span of a task. The span ends when this is dropped.
 pub struct TaskSpan {
@@ -20,24 +20,14 @@ pub struct TaskSpan {
 }
 
 struct OpenSpan {
-    span: Span,
+    span: BoxedSpan,
     /// The attributes by name, each with its last value.
     attributes: BTreeMap<&'static str, Value>,
     error: Option<String>,
 }
 
-/// A link from a batch to one of its tasks.
-#[derive(Clone, Debug)]
-pub struct TaskLink(SpanContext);
-
-impl From<TaskLink> for SpanContext {
-    fn from(link: TaskLink) -> Self {
-        link.0
-    }
-}
-
 impl TaskSpan {
-    pub(super) fn new(span: Span, continued: bool) -> Self {
+    pub(super) fn new(span: BoxedSpan, continued: bool) -> Self {
         let context = span.span_context().clone();
         let open = OpenSpan { span, attributes: BTreeMap::new(), error: None };
         Self { context, continued, open: Mutex::new(open) }
@@ -55,7 +45,7 @@ impl TaskSpan {
 
     /// A link for the batches of the task; none if the task is not recorded.
     pub fn link(&self) -> Option<TaskLink> {
-        self.context.is_sampled().then(|| TaskLink(self.context.clone()))
+        self.context.is_sampled().then(|| self.context.clone())
     }
 
     /// Records an attribute; replaces an earlier one of the same name.

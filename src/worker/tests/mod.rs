@@ -1,11 +1,17 @@
 //! Tests of the worker in process, over a queue in memory, with models that compute nothing, in paused time. There is
 //! no broker and no thread, and each wait is for an event.
 
+mod kinds;
+mod messages;
 mod on_demand;
 mod one_pass;
 mod parts;
 mod places;
+mod retries;
 mod sequences;
+#[cfg(feature = "otlp")]
+#[cfg(feature = "otlp")]
+mod tracing;
 
 use std::io::Write;
 use std::time::Duration;
@@ -73,6 +79,16 @@ impl Rig {
 
     /// The same with a model that `starter` loads.
     fn start_model(starter: &Starter, model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
+        Self::start_traced(starter, model, Traces::default(), change)
+    }
+
+    /// The same, with spans.
+    fn start_traced(
+        starter: &Starter,
+        model: &str,
+        traces: Traces,
+        change: impl FnOnce(&mut Assignment),
+    ) -> Self {
         let mut assignment = assignment(model);
         change(&mut assignment);
         let stdout = Stdout::default();
@@ -80,9 +96,9 @@ impl Rig {
             withdrawn: Withdrawn::default(),
             reporter: Reporter::start_here(stdout.clone()),
             crashes: CrashRecords::default(),
-            settings: LiveSettings::default(),
+            pause: Pause::default(),
             cancellations: Cancellations::default(),
-            traces: Traces::default(),
+            traces,
         };
         let (memory, stop, counters) = (Memory::default(), Stop::default(), Arc::new(Counters::default()));
         let setup = Setup {

@@ -91,11 +91,11 @@ async fn a_pause_ends_the_session_and_the_next_begins_when_resumed() {
     let rig = Rig::start("echo", |_| ());
     rig.memory.deliver([echo("a")]);
     rig.memory.until_settled(1).await;
-    rig.control.settings.set_paused(true);
+    rig.control.pause.set(true);
     rig.wait_for_event(|event| *event == Event::Paused).await;
     rig.memory.deliver([echo("b")]);
     assert!(!rig.memory.has_session(), "it waits in the queue");
-    rig.control.settings.set_paused(false);
+    rig.control.pause.set(false);
     rig.memory.until_settled(2).await;
     let (_, events) = rig.finish().await;
     let name = |event: &Event| match event {
@@ -339,6 +339,7 @@ async fn a_reply_that_reaches_nobody_parks_the_task_and_not_the_result() {
     rig.memory.deliver([task("a", "gone", &json!({"input": "twice"}))]);
     let letter = rig.memory.until_published(DEAD, 1).await.remove(0);
     assert_eq!(letter.properties.headers["reason"].as_str(), Some("unroutable"));
+    assert!(letter.properties.headers["error"].as_str().is_some_and(|error| error.contains("gone")));
     assert_eq!(body(&letter), json!({"input": "twice"}));
     assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
 }
@@ -395,19 +396,6 @@ async fn a_device_failure_ends_the_worker_and_leaves_open_tasks_unsettled() {
     let error = rig.join().await.0.unwrap_err();
     assert_eq!(error.exit(), Exit::DeviceFailed);
     assert_eq!(memory.settled(), []);
-}
-
-#[tokio::test(flavor = "local", start_paused = true)]
-async fn changed_batch_limits_apply_to_waiting_inputs() {
-    let rig = Rig::start("echo", |_| ());
-    let change = BatchChange { max_requests: Some(2), ..BatchChange::default() };
-    rig.memory.deliver([slow("first", 500)]);
-    rig.until_computing("first").await;
-    rig.memory.deliver([echo("a"), echo("b"), echo("c")]);
-    rig.control.settings.set_batch(change);
-    let replies = rig.memory.until_published("mine", 4).await;
-    let sizes: Vec<_> = replies.iter().map(|it| it.properties.headers["batch_size"].as_i64()).collect();
-    assert_eq!(sizes, [Some(1), Some(2), Some(2), Some(1)]);
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]

@@ -112,6 +112,8 @@ const RATES: [(Pool, f64); 3] = [(Pool::Texts, 1.0), (Pool::Images, 1.5), (Pool:
 pub const REQUESTS: usize = 6;
 /// A stranger tries to cancel each innocent text so soon after it is published.
 const CANCEL_AFTER: Duration = Duration::from_millis(150);
+/// Before this every trouble has occurred.
+const SHORTEST: Duration = Duration::from_secs(5);
 /// A shorter phase has too few tasks for a 99th percentile.
 const JUDGED: Duration = Duration::from_secs(60);
 
@@ -184,9 +186,10 @@ impl Trouble {
 }
 
 impl Scale {
-    /// Of two phases in a soak of so many seconds: a sixth of it. A short one has shorter prompts and bursts.
+    /// Of two phases in a soak of so many seconds: a sixth of it, or as long as every trouble needs to occur. A short one
+    /// has shorter prompts and bursts.
     pub fn of(seconds: u64) -> Self {
-        let phase = Duration::from_secs(seconds / 12);
+        let phase = Duration::from_secs(seconds / 12).max(SHORTEST);
         let judged = phase >= JUDGED;
         let (burst, prompt) = if judged { (500, CONTEXT - 48) } else { (100, 300) };
         Self { phase, burst, prompt, judged }
@@ -251,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_same_seed_makes_the_same_phase_in_which_every_trouble_occurs() {
-        for seconds in [120, 3_600] {
+        for seconds in [20, 3_600] {
             let scale = Scale::of(seconds);
             let plan = phase(7, &scale, &Trouble::ALL);
             assert!(plan == phase(7, &scale, &Trouble::ALL));
@@ -272,7 +275,7 @@ mod tests {
         let innocent = |plan: Vec<Planned>| -> Vec<Planned> {
             plan.into_iter().filter(|planned| !matches!(planned.role, Role::Other { .. })).collect()
         };
-        let scale = Scale::of(120);
+        let scale = Scale::of(20);
         assert_eq!(innocent(phase(7, &scale, &Trouble::ALL)), innocent(phase(7, &scale, &[])));
     }
 }

@@ -2,22 +2,13 @@
 //! used. Owns the measured rate of AVX512-BF16.
 
 use std::fmt;
-#[cfg(target_arch = "x86_64")]
 use std::hint::black_box;
-#[cfg(target_arch = "x86_64")]
 use std::sync::OnceLock;
-use std::time::Duration;
-#[cfg(target_arch = "x86_64")]
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-#[cfg(target_arch = "x86_64")]
-use super::matrix::{Matrix, RowFormat};
-use super::number_format::NumberFormat;
-use crate::cpu::CpuFeatures;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use crate::cpu::has_amx;
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::{allows_avx512, has_avx2, has_bf16, has_vnni, may_use_avx512};
+use super::matrix::Matrix;
+use super::number_format::{NumberFormat, RowFormat};
+use crate::cpu::{CpuFeatures, allows_avx512, has_amx, has_avx2, has_bf16, has_vnni, may_use_avx512};
 
 /// How matrices in bf16 are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -77,12 +68,7 @@ impl fmt::Display for Bf16Products {
 /// How this CPU multiplies matrices in bf16 with these vector units. The first call in a process can take some
 /// milliseconds.
 pub fn bf16_products(features: CpuFeatures) -> Bf16Products {
-    #[cfg(target_arch = "x86_64")]
-    if allows_avx512(features) {
-        return with_avx512();
-    }
-    let _ = features;
-    Bf16Products::Widened
+    if allows_avx512(features) { with_avx512() } else { Bf16Products::Widened }
 }
 
 /// Whether rows may be rounded to bf16 before they are multiplied with a matrix in bf16 ([`Matrix::with_rows_as`]): the
@@ -90,34 +76,21 @@ pub fn bf16_products(features: CpuFeatures) -> Bf16Products {
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn may_use_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    let can = may_use_avx512() && with_avx512().use_unit();
-    #[cfg(not(target_arch = "x86_64"))]
-    let can = false;
-    can
+    may_use_avx512() && with_avx512().use_unit()
 }
 
 /// The number formats in which this CPU multiplies matrices faster than in f32 with these vector units, the fastest first.
-/// Measured for AVX2, AVX-VNNI, AVX512-VNNI with and without a fast AVX512-BF16, and AMX (docs/performance.md, "Lower
+/// Measured for AVX2, AVX-VNNI, AVX512-VNNI with and without a fast AVX512-BF16, and AMX (benches/RESULTS.md, "Lower
 /// precision"). AVX-512 without AVX512-VNNI has not been measured for int8, and has no fast int8.
 pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
-    #[cfg(target_arch = "x86_64")]
-    {
-        match () {
-            () if features == CpuFeatures::None || !has_avx2() => &[],
-            () if !allows_avx512(features) => &[NumberFormat::Bits8],
-            () => fast_with_avx512(has_vnni(), bf16_products(features)),
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = features;
-        &[]
+    match () {
+        () if features == CpuFeatures::None || !has_avx2() => &[],
+        () if !allows_avx512(features) => &[NumberFormat::Bits8],
+        () => fast_with_avx512(has_vnni(), bf16_products(features)),
     }
 }
 
 /// As [`fast_formats`], for a CPU with AVX-512.
-#[cfg(target_arch = "x86_64")]
 fn fast_with_avx512(has_vnni: bool, bf16: Bf16Products) -> &'static [NumberFormat] {
     match (has_vnni, bf16.use_unit()) {
         (true, true) => &[NumberFormat::Bits8, NumberFormat::Bf16],
@@ -132,14 +105,12 @@ fn fast_with_avx512(has_vnni: bool, bf16: Bf16Products) -> &'static [NumberForma
 /// AVX512-BF16 is measured, because neither its presence nor the CPU's model tells its rate: an Intel Xeon computed
 /// texts with it at 0.6 × the rate of f32 and AMD Zen 4 at 1.5 ×, and virtual machines show models that the CPU is not.
 /// Both are so far from 1 that noise does not make workers on the same kind of CPU choose differently.
-#[cfg(target_arch = "x86_64")]
 fn with_avx512() -> Bf16Products {
     static PRODUCTS: OnceLock<Bf16Products> = OnceLock::new();
     *PRODUCTS.get_or_init(|| {
         if !has_bf16() {
             return Bf16Products::Widened;
         }
-        #[cfg(target_os = "linux")]
         if has_amx() {
             return Bf16Products::Amx;
         }
@@ -148,7 +119,6 @@ fn with_avx512() -> Bf16Products {
 }
 
 /// Measures AVX512-BF16 with a product of MiniLM's size, on this thread alone: other threads may wait for the result.
-#[cfg(target_arch = "x86_64")]
 fn measured() -> Bf16Products {
     const ROWS: usize = 192;
     const WIDTH: usize = 384;
@@ -190,7 +160,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg(target_arch = "x86_64")]
     fn bf16_is_a_fast_format_only_where_it_is_not_widened() {
         use NumberFormat::{Bf16, Bits8};
         let (slow, fast) = (measured([1_000, 590]), measured([500, 900]));

@@ -1,8 +1,8 @@
 //! The weights of a linear layer on a CPU, in any number format. Decides which layout and which product a format gets.
 //! Owns the weights.
 
-use super::matrix::{Group, Matrix, RowFormat};
-use super::number_format::NumberFormat;
+use super::matrix::{Group, Matrix};
+use super::number_format::{NumberFormat, RowFormat};
 #[cfg(target_arch = "x86_64")]
 use super::signed_bytes::{ByteProducts, SignedBytes};
 use super::{Panels, Rows, by_blocks, multiply_rows};

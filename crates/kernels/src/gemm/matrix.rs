@@ -15,23 +15,12 @@ use rayon::prelude::*;
 
 use super::super::dispatch;
 use super::super::kv::bf16_bits;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx::{AmxRows, round_panel};
-#[cfg(target_arch = "x86_64")]
-use super::bytes::ByteRows;
+use super::converted_rows::ConvertedRows;
 use super::gemv::{FewRows, MAX_TILE_ROWS, Unpack, multiply_few_rows};
-#[cfg(target_arch = "x86_64")]
-use super::half_rows::HalfRows;
 use super::in_parallel;
 use super::layout::{Panels, Rows};
-use super::number_format::{NumberFormat, PANEL};
-#[cfg(target_arch = "x86_64")]
-use super::shorts::ShortRows;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use crate::cpu::has_amx;
+use super::number_format::{NumberFormat, PANEL, RowFormat};
 use crate::cpu::may_use_amx;
-#[cfg(target_arch = "x86_64")]
-use crate::may_use_vnni;
 
 /// A group of quantised numbers: each is `q·scale + offset`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,33 +31,6 @@ pub struct Group {
     pub offset: f32,
     /// The values of q. A group of 16 numbers uses the first 16.
     pub q: [u8; 32],
-}
-
-/// The format to which rows are converted before they are multiplied with a quantised matrix, or with one in bf16.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RowFormat {
-    /// Rows are not converted.
-    #[default]
-    F32,
-    /// Whole numbers with a scale for each 32: of 15 bits with AVX512-VNNI, of 16 bits with AVX2. Nearly as exact as f32,
-    /// and faster.
-    Int16,
-    /// Whole numbers of 8 bits, with a scale for each 32: the fastest. Only with AVX512-VNNI.
-    Int8,
-    /// bf16, for a matrix in bf16. With AMX also for a quantised matrix, whose numbers are rounded to bf16 too.
-    Bf16,
-}
-
-impl RowFormat {
-    /// The number of 8-bit parts of a whole number; none for numbers that are not split.
-    #[cfg(target_arch = "x86_64")]
-    fn parts(self) -> Option<usize> {
-        match self {
-            Self::Int16 if may_use_vnni() => Some(2),
-            Self::Int8 => Some(1),
-            Self::F32 | Self::Bf16 | Self::Int16 => None,
-        }
-    }
 }
 
 /// The right matrix of a product, `[depth, width]`.
@@ -110,9 +72,6 @@ struct Scratch {
     rows: Rows,
     panels: Panels,
     columns: Vec<f32>,
-    /// A panel in bf16.
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    words: Vec<u32>,
 }
 
 impl Matrix {
@@ -256,7 +215,6 @@ impl Matrix {
         }
         let left = LeftRows::new(self, rows);
         left.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
-        left.release();
     }
 
     /// The words of some panels.
@@ -317,7 +275,7 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
         for (matrix, out) in matrices.iter().zip(outs) {
             left.multiply(matrix, 0..matrix.width.div_ceil(PANEL), out, matrix.width);
         }
-        return left.release();
+        return;
     }
     // The index of a matrix, and of one of its panels.
     let all_panels: Vec<(usize, usize)> = matrices
@@ -352,111 +310,26 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
             out[columns.clone()].copy_from_slice(numbers);
         }
     }
-    left.release();
 }
 
 /// The left matrix of a product: rows in the format in which they are multiplied.
 enum LeftRows<'a> {
     Plain(&'a [f32]),
-    #[cfg(target_arch = "x86_64")]
-    Bytes(ByteRows),
-    #[cfg(target_arch = "x86_64")]
-    Shorts(ShortRows),
-    #[cfg(target_arch = "x86_64")]
-    Halves(HalfRows),
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    Tiles(AmxRows),
-}
-
-#[cfg(target_arch = "x86_64")]
-thread_local! {
-    /// Reused by the next product: new memory costs a page fault every 4 KiB.
-    static BYTE_ROWS: RefCell<ByteRows> = RefCell::default();
-    /// As `BYTE_ROWS`.
-    static SHORT_ROWS: RefCell<ShortRows> = RefCell::default();
-    /// As `BYTE_ROWS`.
-    static HALF_ROWS: RefCell<HalfRows> = RefCell::default();
-}
-
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-thread_local! {
-    /// As `BYTE_ROWS`.
-    static AMX_ROWS: RefCell<AmxRows> = RefCell::default();
+    Converted(ConvertedRows),
 }
 
 impl<'a> LeftRows<'a> {
     fn new(matrix: &Matrix, rows: &'a [f32]) -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(parts) = matrix.rows.parts() {
-            let mut packed = BYTE_ROWS.take();
-            packed.pack(rows, matrix.depth, matrix.format, parts);
-            return Self::Bytes(packed);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if matrix.rows == RowFormat::Int16 {
-            let mut packed = SHORT_ROWS.take();
-            packed.pack(rows, matrix.depth, matrix.format);
-            return Self::Shorts(packed);
-        }
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if matrix.rows == RowFormat::Bf16 && has_amx() {
-            let mut packed = AMX_ROWS.take();
-            packed.pack(rows, matrix.depth);
-            return Self::Tiles(packed);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if matrix.rows == RowFormat::Bf16 {
-            let mut packed = HALF_ROWS.take();
-            packed.pack(rows, matrix.depth);
-            return Self::Halves(packed);
-        }
-        let _ = matrix;
-        Self::Plain(rows)
+        let converted = ConvertedRows::new(rows, matrix.depth, matrix.rows, matrix.format);
+        converted.map_or(Self::Plain(rows), Self::Converted)
     }
 
     /// Writes the product with some panels to `out` `[rows, stride]`.
     fn multiply(&self, matrix: &Matrix, panels: Range<usize>, out: &mut [f32], stride: usize) {
-        let panels = matrix.panels(panels);
+        let (format, depth, panels) = (matrix.format, matrix.depth, matrix.panels(panels));
         match self {
-            Self::Plain(rows) => {
-                let (format, depth) = (matrix.format, matrix.depth);
-                multiply_few_rows(FewRows { format, depth, rows, panels, out, stride });
-            }
-            #[cfg(target_arch = "x86_64")]
-            Self::Bytes(packed) => packed.multiply(panels, out, stride),
-            #[cfg(target_arch = "x86_64")]
-            Self::Shorts(packed) => packed.multiply(panels, out, stride),
-            #[cfg(target_arch = "x86_64")]
-            Self::Halves(packed) => packed.multiply(panels, out, stride),
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Self::Tiles(packed) if matrix.format == NumberFormat::Bf16 => {
-                packed.multiply(panels, 0, out, stride);
-            }
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Self::Tiles(packed) => {
-                let mut scratch = SCRATCH.take();
-                let Scratch { columns, words, .. } = &mut scratch;
-                let count = stride.div_ceil(PANEL);
-                for (index, panel) in panels.chunks_exact(panels.len() / count).enumerate() {
-                    dispatch(Unpack { format: matrix.format, panel, to: columns });
-                    round_panel(columns, words);
-                    packed.multiply(words, index * PANEL, out, stride);
-                }
-                SCRATCH.set(scratch);
-            }
-        }
-    }
-
-    /// Keeps the memory for the next product.
-    fn release(self) {
-        #[cfg(target_arch = "x86_64")]
-        match self {
-            Self::Plain(_) => {}
-            Self::Bytes(packed) => BYTE_ROWS.set(packed),
-            Self::Shorts(packed) => SHORT_ROWS.set(packed),
-            Self::Halves(packed) => HALF_ROWS.set(packed),
-            #[cfg(target_os = "linux")]
-            Self::Tiles(packed) => AMX_ROWS.set(packed),
+            Self::Plain(rows) => multiply_few_rows(FewRows { format, depth, rows, panels, out, stride }),
+            Self::Converted(rows) => rows.multiply(format, panels, out, stride),
         }
     }
 }
@@ -483,6 +356,8 @@ fn unpacked_number(format: NumberFormat, word: u32, index: usize, scale: f32, of
 #[cfg(test)]
 mod tests {
     use super::super::super::testing::{noise, on_every_cpu};
+    #[cfg(target_arch = "x86_64")]
+    use super::super::{half_rows::HalfRows, shorts::ShortRows};
     use super::*;
 
     const ALL: [NumberFormat; 5] = [

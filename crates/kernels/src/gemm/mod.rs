@@ -5,10 +5,12 @@
 //! are registers for.
 
 mod aligned;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod bytes;
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_converted_rows.rs")]
+mod converted_rows;
 mod fast_formats;
 mod gemv;
 #[cfg(target_arch = "x86_64")]
@@ -36,8 +38,8 @@ use super::dispatch;
 pub use fast_formats::{Bf16Products, bf16_products, fast_formats, may_use_bf16};
 pub use layout::{Panels, Rows};
 pub use linear::{Linear, NotWholeGroups};
-pub use matrix::{Group, Matrix, PackedWords, RowFormat, multiply_together};
-pub use number_format::NumberFormat;
+pub use matrix::{Group, Matrix, PackedWords, multiply_together};
+pub use number_format::{NumberFormat, RowFormat};
 use size::Tile;
 pub use size::{COLUMNS, RUN};
 pub use tile::store;

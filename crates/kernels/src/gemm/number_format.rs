@@ -54,3 +54,18 @@ impl NumberFormat {
         self.group() / self.per_word() + if self.is_scaled() { 2 } else { 0 }
     }
 }
+
+/// The format to which rows are converted before they are multiplied with a quantised matrix, or with one in bf16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowFormat {
+    /// Rows are not converted.
+    #[default]
+    F32,
+    /// Whole numbers with a scale for each 32: of 15 bits with AVX512-VNNI, of 16 bits with AVX2. Nearly as exact as f32,
+    /// and faster.
+    Int16,
+    /// Whole numbers of 8 bits, with a scale for each 32: the fastest. Only with AVX512-VNNI.
+    Int8,
+    /// bf16, for a matrix in bf16. With AMX also for a quantised matrix, whose numbers are rounded to bf16 too.
+    Bf16,
+}

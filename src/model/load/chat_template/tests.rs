@@ -43,14 +43,25 @@ fn templates_render_as_in_the_transformers_library() {
                 .as_array()
                 .unwrap()
                 .iter()
-                .map(|message| (message["role"].as_str().unwrap(), message["content"].as_str().unwrap()))
+                .map(|message| {
+                    let content = &message["content"];
+                    let text = content.as_str().or(content[0]["text"].as_str());
+                    (message["role"].as_str().unwrap(), text.unwrap())
+                })
                 .collect();
+            let has_parts = case["messages"][0]["content"].is_array();
             // Messages are given as they are, also those of roles that a template drops.
             let now = "2026-11-28T12:00[UTC]".parse().unwrap();
             let messages = messages(&conversation);
             let shown: Vec<_> = messages
                 .iter()
-                .map(|it| Shown { role: &it.role, content: Content::Text(&it.content), name: None })
+                .map(|it| {
+                    let content = match has_parts {
+                        true => Content::Parts([Part { r#type: "text", text: &it.content }]),
+                        false => Content::Text(&it.content),
+                    };
+                    Shown { role: &it.role, content, name: None }
+                })
                 .collect();
             let result =
                 ChatTemplate::new(text, vec![("bos_token", "<s>".into()), ("eos_token", "</s>".into())])

@@ -1,5 +1,5 @@
-//! A decoder by candle's operations, for any device and precision. One pass computes some tokens of any sequences; each
-//! row has its own position. Owns the weights, and the keys and values of all blocks, on the device. Between the
+//! A decoder by candle's operations, for any device and number format. One pass computes some tokens of any sequences;
+//! each row has its own position. Owns the weights, and the keys and values of all blocks, on the device. Between the
 //! products with weights, numbers are f32; attention is computed in f32.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
@@ -59,7 +59,7 @@ pub struct DeviceDecoder {
     faults: RouterFaults,
 }
 
-/// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
+/// Matrices are `[width, depth]` in the number format of the weights, vectors f32.
 struct Layer {
     config: LayerConfig,
     /// The norms before and after attention.
@@ -153,8 +153,8 @@ impl DeviceDecoder {
         Ok(decoder)
     }
 
-    /// As [`DeviceDecoder::load`], for whole texts of which [`DeviceDecoder::forward`] gives the vectors of the last layer,
-    /// normalised, instead of logits. The layers use the same memory for keys and values, one after the other.
+    /// As [`DeviceDecoder::load`], for whole texts of which [`DeviceDecoder::forward`] gives the vectors of the last
+    /// layer, normalised, instead of logits. The layers use the same memory for keys and values, one after the other.
     ///
     /// # Errors
     /// As [`DeviceDecoder::load`].
@@ -168,7 +168,8 @@ impl DeviceDecoder {
         Self::load_layers(spec, device, weights, config, kv_sizes, true)
     }
 
-    /// Reads the weights of all but the head. `shares_kv` is whether all layers have the same memory for keys and values.
+    /// Reads the weights of all but the head. `shares_kv` is whether all layers have the same memory for keys and
+    /// values.
     fn load_layers(
         spec: &LoadSpec,
         device: &Device,
@@ -217,8 +218,9 @@ impl DeviceDecoder {
     }
 
     /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`, or without a
-    /// head the vectors of these rows, `[wanted, hidden]`. `ids` are the tokens of all `spans`, in their order; they must be in the vocabulary. Their keys and values are written to
-    /// the blocks, even if a later part of the step fails.
+    /// head the vectors of these rows, `[wanted, hidden]`. `ids` are the tokens of all `spans`, in their order; they
+    /// must be in the vocabulary. Their keys and values are written to the blocks, even if a later part of the step
+    /// fails.
     ///
     /// # Errors
     /// The device has no memory for the step, or fails.
@@ -282,8 +284,8 @@ impl DeviceDecoder {
         self.logits_of(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers, &mut faults)
     }
 
-    /// Computes a step with these layers. Returns the logits after the rows `wanted`, or their vectors, and adds the rows'
-    /// faults.
+    /// Computes a step with these layers. Returns the logits after the rows `wanted`, or their vectors, and adds the
+    /// rows' faults.
     fn logits_of(
         &self,
         ids: &[u32],

@@ -187,7 +187,9 @@ impl HostTexts {
     fn forward(&mut self, texts: &[&[u32]], wanted: impl Fn(&[u32]) -> Range<usize> + Sync) -> Vec<Vec<f32>> {
         let tokens: usize = texts.iter().map(|text| text.len()).sum();
         let shares = (tokens / MIN_SHARE_TOKENS).clamp(1, self.workspaces.len());
-        let groups = groups_of_at_least(texts, tokens.div_ceil(shares).min(GROUP_TOKENS));
+        // Each has the fewest texts that have this many tokens together; the last one may have fewer.
+        let least = tokens.div_ceil(shares).min(GROUP_TOKENS);
+        let groups = groups(texts, |text| text.len(), |before, _| before < least);
         let mut vectors = vec![Vec::new(); texts.len()];
         let mut results = &mut *vectors;
         for groups in groups.chunks(self.workspaces.len()) {
@@ -236,7 +238,8 @@ impl DeviceTexts {
     ) -> candle_core::Result<Vec<Vec<f32>>> {
         let mut vectors = Vec::with_capacity(texts.len());
         let mut rows = Vec::new();
-        for texts in groups_of_at_most(texts, self.blocks.len(), |text| text.len().div_ceil(BLOCK)) {
+        let blocks = self.blocks.len();
+        for texts in groups(texts, |text| text.len().div_ceil(BLOCK), |_, total| total <= blocks) {
             let lengths: Vec<usize> = texts.iter().map(|text| text.len()).collect();
             let spans = spans(&lengths, &self.blocks);
             let Wanted { rows: wanted, counts } = Wanted::of(texts, &wanted);
@@ -282,35 +285,20 @@ fn spans<'a>(lengths: &[usize], mut free: &'a [u32]) -> Vec<Span<'a>> {
     lengths.iter().map(span).collect()
 }
 
-/// Cuts texts into groups, each of the fewest texts that have `least` tokens together. The last group may have fewer.
-fn groups_of_at_least<'a>(mut texts: &'a [&'a [u32]], least: usize) -> Vec<&'a [&'a [u32]]> {
+/// Cuts items into groups, each of at least one. `joins` decides whether a further one joins a group, given the sum of the
+/// group's sizes before and after it.
+fn groups<T>(mut items: &[T], size: impl Fn(&T) -> usize, joins: impl Fn(usize, usize) -> bool) -> Vec<&[T]> {
     let mut groups = Vec::new();
-    while !texts.is_empty() {
-        let mut tokens = 0;
-        let is_open = |text: &&&[u32]| {
-            let has_room = tokens < least;
-            tokens += text.len();
-            has_room
-        };
-        let (group, others) = texts.split_at(texts.iter().take_while(is_open).count().max(1));
-        groups.push(group);
-        texts = others;
-    }
-    groups
-}
-
-/// Cuts texts into groups whose sizes add up to at most `most`. A larger text is a group by itself.
-fn groups_of_at_most<T>(mut texts: &[T], most: usize, size: impl Fn(&T) -> usize) -> Vec<&[T]> {
-    let mut groups = Vec::new();
-    while !texts.is_empty() {
+    while !items.is_empty() {
         let mut total = 0;
-        let fits = |text: &&T| {
-            total += size(text);
-            total <= most
+        let is_in = |item: &&T| {
+            let before = total;
+            total += size(item);
+            joins(before, total)
         };
-        let (group, others) = texts.split_at(texts.iter().take_while(fits).count().max(1));
+        let (group, others) = items.split_at(items.iter().take_while(is_in).count().max(1));
         groups.push(group);
-        texts = others;
+        items = others;
     }
     groups
 }
@@ -375,7 +363,9 @@ impl AttendRows for TextsAttention<'_> {
         // The memory has one layer, 0, which every layer of the network overwrites.
         let tokens: usize = self.lengths.iter().sum();
         let (query_width, key_width) = (queries.len() / tokens.max(1), keys.len() / tokens.max(1));
-        for lengths in groups_of_at_most(self.lengths, BLOCKS_TOGETHER, |length| length.div_ceil(BLOCK)) {
+        for lengths in
+            groups(self.lengths, |length| length.div_ceil(BLOCK), |_, total| total <= BLOCKS_TOGETHER)
+        {
             let spans = spans(lengths, self.blocks);
             let tokens: usize = lengths.iter().sum();
             let first_queries = queries.split_off(..tokens * query_width).unwrap_or_default();

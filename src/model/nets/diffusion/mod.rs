@@ -1,7 +1,7 @@
-//! Stable Diffusion 1.5 and 2.1: a text encoder turns a prompt into vectors, a network removes noise from latents step by
-//! step, and a decoder turns the latents into an image. The last two are those of candle-transformers. Owns the loaded
-//! networks. On a CPU each image is computed alone, so that it does not depend on others. On a GPU some share a call, and
-//! may differ by rounding.
+//! Stable Diffusion 1.5 and 2.1: a text encoder turns a prompt into vectors, a network removes noise from latents step
+//! by step, and a decoder turns the latents into an image. The last two are those of candle-transformers. Owns the
+//! loaded networks. On a CPU each image is computed alone, so that it does not depend on others. On a GPU some share a
+//! call, and may differ by rounding.
 
 pub mod config;
 pub mod schedule;
@@ -51,8 +51,8 @@ pub struct Diffusion {
     unet: UNet2DConditionModel,
     vae: AutoEncoderKL,
     device: Device,
-    /// The type of numbers in the text encoder and the denoising network. The decoder computes in f32, because its numbers
-    /// exceed the range of f16.
+    /// The type of numbers in the text encoder and the denoising network. The decoder computes in f32, because its
+    /// numbers exceed the range of f16.
     dtype: DType,
     channels: usize,
     scaling_factor: f64,
@@ -62,8 +62,8 @@ impl Diffusion {
     /// Loads the networks, and compares the denoising network's results on its device with those of a CPU.
     ///
     /// # Errors
-    /// [`LoadError`] for a file that is missing or invalid, for a precision that is not supported, and for a device that
-    /// computes wrongly.
+    /// [`LoadError`] for a file that is missing or invalid, for a number format that is not supported, and for a device
+    /// that computes wrongly.
     pub fn load(
         spec: &LoadSpec,
         device: &Device,
@@ -128,8 +128,8 @@ impl Diffusion {
         Ok(self.denoise(&[noisy])?.remove(0))
     }
 
-    /// The noise from which an image begins, `[channels, height, width]`: normally distributed numbers that follow from the
-    /// seed.
+    /// The noise from which an image begins, `[channels, height, width]`: normally distributed numbers that follow from
+    /// the seed.
     pub fn noise(&self, seed: u64, sides: LatentSides) -> Vec<f32> {
         let seed = Seed { task: seed, sequence: 0 };
         let count = self.channels * sides.height * sides.width;
@@ -152,8 +152,8 @@ impl Diffusion {
         self.text.forward(&ids)
     }
 
-    /// The network's results for these latents, each as long as its latents. On a GPU, those of one timestep and size are
-    /// computed together.
+    /// The network's results for these latents, each as long as its latents. On a GPU, those of one timestep and size
+    /// are computed together.
     ///
     /// # Errors
     /// The device fails.
@@ -219,8 +219,8 @@ impl Diffusion {
     }
 }
 
-/// The number of images that one call of the network computes on a GPU. At 512 × 512 pixels with guidance, attention holds
-/// about three matrices of scores for each, of 1.1 GB: 2 prompts × 8 heads × 4096² numbers of 4 bytes.
+/// The number of images that one call of the network computes on a GPU. At 512 × 512 pixels with guidance, attention
+/// holds about three matrices of scores for each, of 1.1 GB: 2 prompts × 8 heads × 4096² numbers of 4 bytes.
 const IMAGES_AT_ONCE: usize = 4;
 
 /// The type of numbers on the device.

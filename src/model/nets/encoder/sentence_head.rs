@@ -12,6 +12,7 @@ use crate::model::load::ModelFiles;
 use crate::model::load::weights::{self, Precision, Weights};
 use crate::model::ops::Panels;
 use crate::model::ops::pooling::{Pooling, normalize};
+use crate::model::ops::probabilities::sigmoid;
 
 /// The default epsilon of PyTorch's `LayerNorm`. The module's settings do not contain it.
 const NORM_EPS: f64 = 1e-5;
@@ -137,10 +138,6 @@ pub fn activation(name: &str) -> Option<fn(f32) -> f32> {
 
 /// The names that [`activation`] supports, for errors.
 pub const ACTIVATIONS: &str = "Identity, Tanh, GELU, ReLU, Sigmoid and SiLU";
-
-fn sigmoid(x: f32) -> f32 {
-    (1.0 / (1.0 + (-f64::from(x)).exp())) as f32
-}
 
 /// Reads the weights of a module, in which every number must be finite.
 fn read(files: &ModelFiles, stem: &str) -> Result<Weights, LoadError> {

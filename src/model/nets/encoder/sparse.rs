@@ -7,7 +7,6 @@
 //! computed and pooled in tiles, and only the numbers that are not 0 leave this file.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::Device;
 
@@ -16,6 +15,7 @@ use super::{Output, TextNetwork};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{Precision, Weights};
+use crate::model::nets::held::{Held, Share};
 use crate::model::ops::{Activation, Panels, activate, in_parallel, layer_norm, multiply_rows};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind};
 
@@ -53,26 +53,25 @@ pub struct Selection {
     pub top_k: Option<usize>,
     /// The smallest number that is kept.
     pub threshold: f32,
-    /// The count of numbers in the task's vectors that exist now.
-    held: AtomicUsize,
+    held: Held,
 }
 
 impl Selection {
     /// Keeps the `top_k` largest numbers of a vector that are not below `threshold`.
     pub fn new(top_k: Option<usize>, threshold: f32) -> Self {
-        Self { top_k, threshold, held: AtomicUsize::new(0) }
+        Self { top_k, threshold, held: Held::default() }
     }
 
     /// The count of numbers in the task's vectors that exist now.
     pub fn held(&self) -> usize {
-        self.held.load(Ordering::Relaxed)
+        self.held.total()
     }
 
     /// Makes a vector of the numbers that are kept. `numbers` has one for each token of the vocabulary.
     ///
     /// # Errors
     /// `Internal` if a number is not finite, `TooLarge` if the task's vectors have too many numbers together.
-    fn vector(self: &Arc<Self>, numbers: impl Iterator<Item = f32>) -> Result<SparseVector, TaskError> {
+    fn vector(&self, numbers: impl Iterator<Item = f32>) -> Result<SparseVector, TaskError> {
         let mut pairs: Vec<(u32, f32)> = Vec::new();
         for (index, number) in numbers.enumerate() {
             if !number.is_finite() {
@@ -89,16 +88,15 @@ impl Selection {
         }
         // The space of numbers that were left out would stay allocated until the reply is written.
         pairs.shrink_to_fit();
-        let count = self.held.fetch_add(pairs.len(), Ordering::Relaxed) + pairs.len();
-        let vector = SparseVector { pairs, selection: self.clone() };
-        if count > MAX_NUMBERS {
+        let share = self.held.add(pairs.len());
+        if self.held() > MAX_NUMBERS {
             let message = format!(
                 "the sparse vectors of the texts have more than {MAX_NUMBERS} numbers together; send fewer texts, or a \
                  smaller top_k or a larger threshold"
             );
             return Err(TaskError::new(TaskErrorKind::TooLarge, message));
         }
-        Ok(vector)
+        Ok(SparseVector { pairs, _share: share })
     }
 }
 
@@ -115,7 +113,7 @@ pub struct SparseInput {
 pub struct SparseVector {
     /// Tokens of the vocabulary, in ascending order, and their numbers, all above 0.
     pairs: Vec<(u32, f32)>,
-    selection: Arc<Selection>,
+    _share: Share,
 }
 
 impl SparseVector {
@@ -125,15 +123,8 @@ impl SparseVector {
     }
 }
 
-impl Drop for SparseVector {
-    /// A batch may be computed again. Vectors that are gone must not count then.
-    fn drop(&mut self) {
-        self.selection.held.fetch_sub(self.pairs.len(), Ordering::Relaxed);
-    }
-}
-
 /// The names of a head's tensors, and its activation.
-struct Names {
+pub struct HeadNames {
     dense: &'static str,
     activation: Activation,
     norm: &'static str,
@@ -142,44 +133,51 @@ struct Names {
     bias: &'static str,
 }
 
-/// The names for a network's architecture. None if its head is not supported.
-fn names(config: &NetworkConfig) -> Option<Names> {
-    Some(match config.family {
-        Family::Bert => Names {
-            dense: "cls.predictions.transform.dense",
-            activation: config.activation,
-            norm: "cls.predictions.transform.LayerNorm",
-            projection: "cls.predictions.decoder",
-            bias: "cls.predictions.bias",
-        },
-        Family::DistilBert => Names {
-            dense: "vocab_transform",
-            activation: config.activation,
-            norm: "vocab_layer_norm",
-            projection: "vocab_projector",
-            bias: "vocab_projector.bias",
-        },
-        Family::Roberta | Family::MpNet => Names {
-            dense: "lm_head.dense",
-            activation: Activation::Gelu,
-            norm: "lm_head.layer_norm",
-            projection: "lm_head.decoder",
-            bias: "lm_head.bias",
-        },
-        Family::ModernBert => Names {
-            dense: "head.dense",
-            activation: Activation::Gelu,
-            norm: "head.norm",
-            projection: "decoder",
-            bias: "decoder.bias",
-        },
-        Family::Nomic | Family::Electra | Family::Deberta | Family::T5 => return None,
-    })
+impl HeadNames {
+    /// The names for a network's architecture. None if its head is not supported.
+    pub fn of(config: &NetworkConfig) -> Option<Self> {
+        Some(match config.family {
+            Family::Bert => Self {
+                dense: "cls.predictions.transform.dense",
+                activation: config.activation,
+                norm: "cls.predictions.transform.LayerNorm",
+                projection: "cls.predictions.decoder",
+                bias: "cls.predictions.bias",
+            },
+            Family::DistilBert => Self {
+                dense: "vocab_transform",
+                activation: config.activation,
+                norm: "vocab_layer_norm",
+                projection: "vocab_projector",
+                bias: "vocab_projector.bias",
+            },
+            Family::Roberta | Family::MpNet => Self {
+                dense: "lm_head.dense",
+                activation: Activation::Gelu,
+                norm: "lm_head.layer_norm",
+                projection: "lm_head.decoder",
+                bias: "lm_head.bias",
+            },
+            Family::ModernBert => Self {
+                dense: "head.dense",
+                activation: Activation::Gelu,
+                norm: "head.norm",
+                projection: "decoder",
+                bias: "decoder.bias",
+            },
+            Family::Nomic | Family::Electra | Family::Deberta | Family::T5 => return None,
+        })
+    }
 }
 
-/// Whether the head for masked tokens of this architecture is supported.
-pub fn has_head(config: &NetworkConfig) -> bool {
-    names(config).is_some()
+/// How a head makes vectors.
+pub struct SparseHead {
+    /// How its logits become numbers.
+    pub pooling: SparsePooling,
+    /// Its tensors.
+    pub names: HeadNames,
+    /// Whether it may use the matrix of the token embeddings. Otherwise it must have one of its own.
+    pub is_tied: bool,
 }
 
 /// The head of `…ForMaskedLM`.
@@ -204,12 +202,16 @@ impl MaskedHead {
     /// Reads the head. The projection's matrix is that of the token embeddings, unless it has one of its own in the
     /// files. Without `is_tied` it must have its own.
     ///
+    /// The bias has two names in the reference library. If the head is tied, they mean one tensor, and most files have
+    /// only the second. If the two differ, the library uses the first. If the head is not tied, it uses the first alone,
+    /// and zeros in its place.
+    ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     fn load(
         weights: &Weights,
         config: &NetworkConfig,
-        names: &Names,
+        names: &HeadNames,
         is_tied: bool,
     ) -> Result<Self, LoadError> {
         let NetworkConfig { hidden, vocabulary, family, eps, .. } = *config;
@@ -224,11 +226,15 @@ impl MaskedHead {
         } else {
             format!("{}{}", weights.prefix(), family.token_embeddings())
         };
-        // The bias has two names in the reference library, which mean one tensor. Most files have only the second. If
-        // they differ, that library uses the first.
         let own_bias = format!("{}.bias", names.projection);
-        let bias =
-            weights.values(if weights.has(&own_bias) { &own_bias } else { names.bias }, &[vocabulary])?;
+        let bias = if weights.has(&own_bias) {
+            weights.values(&own_bias, &[vocabulary])?
+        } else if is_tied || names.bias == own_bias {
+            weights.values(names.bias, &[vocabulary])?
+        } else {
+            tracing::warn!("the files have no {own_bias}; it is zero, as in the transformers library");
+            vec![0.0; vocabulary]
+        };
         let matrix = weights.values(&matrix, &[vocabulary, hidden])?;
         let blocks = matrix.chunks(TILE_COLUMNS * hidden).zip(bias.chunks(TILE_COLUMNS));
         let block = |(columns, bias): (&[f32], &[f32])| VocabularyBlock {
@@ -311,7 +317,6 @@ pub struct SparseNetwork {
 
 impl SparseNetwork {
     /// Loads the network onto its device, and compares its results with those of a CPU, as [`TextNetwork::load`] does.
-    /// Without `is_tied`, the head must have a matrix of its own for the vocabulary.
     ///
     /// # Errors
     /// As [`TextNetwork::load`].
@@ -321,17 +326,13 @@ impl SparseNetwork {
         files: &ModelFiles,
         config: &NetworkConfig,
         tokenizer: &TextTokenizer,
-        pooling: SparsePooling,
-        is_tied: bool,
+        head: &SparseHead,
     ) -> Result<Self, LoadError> {
-        let names = names(config).ok_or_else(|| LoadError::Unsupported {
-            model: spec.source.clone(),
-            reason: "the head for masked tokens of this architecture is not supported".to_owned(),
-        })?;
         let tokens = TextNetwork::load_encoder(spec, device, files, config, tokenizer, &Output::Tokens)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
-        Ok(Self { tokens, head: MaskedHead::load(&weights, config, &names, is_tied)?, pooling })
+        let SparseHead { pooling, names, is_tied } = head;
+        Ok(Self { tokens, head: MaskedHead::load(&weights, config, names, *is_tied)?, pooling: *pooling })
     }
 
     /// The vectors of texts, given the network's vectors of the tokens of each.
@@ -391,7 +392,7 @@ mod tests {
     }
 
     fn pairs(selection: Selection, numbers: &[f32]) -> Vec<(u32, f32)> {
-        Arc::new(selection).vector(numbers.iter().copied()).unwrap().pairs().to_vec()
+        selection.vector(numbers.iter().copied()).unwrap().pairs().to_vec()
     }
 
     #[test]
@@ -421,7 +422,7 @@ mod tests {
 
     #[test]
     fn the_numbers_of_a_task_are_bounded_together_and_vectors_that_are_gone_do_not_count() {
-        let selection = Arc::new(Selection::default());
+        let selection = Selection::default();
         let ones = |count: usize| std::iter::repeat_n(1.0, count);
         let first = selection.vector(ones(MAX_NUMBERS - 10)).unwrap();
         let last = selection.vector(ones(10)).unwrap();
@@ -434,7 +435,7 @@ mod tests {
         assert!(selection.vector(ones(100)).is_ok());
         drop(last);
         assert_eq!(selection.held(), 0);
-        let other = Arc::new(Selection::new(Some(3), 0.0));
+        let other = Selection::new(Some(3), 0.0);
         assert_eq!(other.vector(ones(MAX_NUMBERS + 1)).unwrap().pairs(), [(0, 1.0), (1, 1.0), (2, 1.0)]);
     }
 
@@ -447,7 +448,7 @@ mod tests {
             let block = VocabularyBlock { weights: Panels::new(&[1.0, 1.0], 1), bias: vec![0.0, 1.0] };
             let (mut logits, mut pooled) = ([0.0; 6], [0.0; 2]);
             block.pool(&[1.0, bad, 2.0], pooling, &mut logits, &mut pooled);
-            let error = Arc::new(Selection::default()).vector(pooled.into_iter()).unwrap_err();
+            let error = Selection::default().vector(pooled.into_iter()).unwrap_err();
             assert_eq!(error.kind, TaskErrorKind::Internal, "{sums} {bad}");
         }
     }

@@ -78,7 +78,7 @@ impl Hibari {
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
-    /// precision that is not supported, [`LoadError::Unfit`] for a device that computes something else than a CPU.
+    /// number format that is not supported, [`LoadError::Unfit`] for a device that computes something else than a CPU.
     pub fn load(spec: &LoadSpec, device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
         let Precision { tensors, matrices } = super::precision(spec)?;
         check_type(spec, tensors == DType::F32)?;
@@ -314,15 +314,16 @@ impl Reader<'_> {
         self.weights.checked(name, NormParams::new(&zero_bias, &get("weight")?, &get("bias")?, EPS))
     }
 
-    /// The convolution `name` from `channels` to `width` channels, over `taps` neighbouring vectors: of symbols, rows or frames.
+    /// The convolution `name` from `channels` to `width` channels, over `taps` neighbouring vectors: of symbols, rows
+    /// or frames.
     fn convolution(&self, name: &str, [channels, width, taps]: [usize; 3]) -> Loaded<TimeConvolution> {
         let weights = self.weights.get(&format!("{name}.weight"), &[width, channels, taps])?;
         let bias = self.weights.get(&format!("{name}.bias"), &[width])?;
         self.weights.checked(name, TimeConvolution::new(&weights, &bias, 1, false))
     }
 
-    /// A ConvNeXt block: x + γ·(feed-forward of the normed depthwise convolution of x). γ becomes part of the feed-forward
-    /// sublayer's weights.
+    /// A ConvNeXt block: x + γ·(feed-forward of the normed depthwise convolution of x). γ becomes part of the
+    /// feed-forward sublayer's weights.
     fn block(
         &self,
         name: &str,

@@ -1,6 +1,6 @@
-//! Networks of candle-transformers that compute vectors of texts and of images in one space: CLIP and SigLIP. Decides how
-//! the inputs of a batch are padded and stacked. Owns the loaded network. The other inputs of a batch change a result only
-//! by the rounding of matrix products.
+//! Networks of candle-transformers that compute vectors of texts and of images in one space: CLIP and SigLIP. Decides
+//! how the inputs of a batch are padded and stacked. Owns the loaded network. The other inputs of a batch change a
+//! result only by the rounding of matrix products.
 
 pub mod config;
 
@@ -56,8 +56,8 @@ enum Network {
     Siglip(siglip::Model),
 }
 
-/// CLIP. The vector of a text is that of its first end token. `ClipModel` looks for that token by `argmax`, which on a GPU
-/// may find a later one if the text contains several. So the network for texts is called without `ClipModel`.
+/// CLIP. The vector of a text is that of its first end token. `ClipModel` looks for that token by `argmax`, which on a
+/// GPU may find a later one if the text contains several. So the network for texts is called without `ClipModel`.
 struct Clip {
     images: clip::ClipModel,
     texts: ClipTextTransformer,
@@ -83,7 +83,7 @@ impl Clip {
     }
 }
 
-/// The precision of a network for this specification.
+/// The number format of a network for this specification.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a `dtype` that the device does not have.

@@ -21,7 +21,7 @@ use crate::model::ops::{Matrix, layer_norm};
 use crate::model::sound::features::FRAMES;
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
-/// The tokens of the known text by which a precision or a device is compared with a CPU in f32.
+/// The tokens of the known text by which a number format or a device is compared with a CPU in f32.
 const KNOWN_TOKENS: usize = 8;
 /// Added to the variance of each norm.
 const EPS: f32 = 1e-5;
@@ -48,7 +48,7 @@ impl Whisper {
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
-    /// precision that is not supported, [`LoadError::Device`] if the memory for keys and values is missing,
+    /// number format that is not supported, [`LoadError::Device`] if the memory for keys and values is missing,
     /// [`LoadError::Unfit`] for results that differ.
     pub fn load(
         spec: &LoadSpec,
@@ -191,7 +191,7 @@ impl HostWhisper {
     }
 }
 
-/// The precision of the pool's `dtype`.
+/// The number format of the pool's `dtype`.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] if Whisper of these sizes cannot have it on this device.

@@ -1,6 +1,6 @@
-//! Whisper by candle's operations, for any device and precision. One pass of the decoder computes some tokens of any
-//! slots; each row has its own position. Owns the weights, and the keys and values of all slots, on the device. In the
-//! decoder, numbers are f32, except in the products with its weights and with the keys and values of windows.
+//! Whisper by candle's operations, for any device and number format. One pass of the decoder computes some tokens of
+//! any slots; each row has its own position. Owns the weights, and the keys and values of all slots, on the device. In
+//! the decoder, numbers are f32, except in the products with its weights and with the keys and values of windows.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
 //! may sum in another order, so equality to the bit is not guaranteed.
@@ -24,7 +24,7 @@ type Loaded<T> = std::result::Result<T, LoadError>;
 pub struct DeviceWhisper {
     config: WhisperConfig,
     device: Device,
-    /// The precision of the weights, and of the encoder's numbers.
+    /// The number format of the weights, and of the encoder's numbers.
     dtype: DType,
     convolutions: [Convolution; 2],
     /// `[POSITIONS, width]`.
@@ -61,7 +61,7 @@ struct Norm {
     shift: Tensor,
 }
 
-/// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
+/// Matrices are `[width, depth]` in the number format of the weights, vectors f32.
 struct Layer {
     norm: Norm,
     /// The projections to queries, keys and values, one below the other. The bias of the keys is zero.
@@ -77,7 +77,7 @@ struct Layer {
     down: Linear,
     /// Keys and values of the texts: `[heads, tokens of all slots + 1, head width]` in f32.
     text_kv: [Tensor; 2],
-    /// Keys and values of the windows: `[slots, heads, POSITIONS, head width]`, in the precision of the weights.
+    /// Keys and values of the windows: `[slots, heads, POSITIONS, head width]`, in the number format of the weights.
     window_kv: [Tensor; 2],
 }
 

@@ -1,5 +1,6 @@
-//! Attention by candle's operations, for any device and precision; the reference for the kernels. Decides which texts
-//! are computed together, padded to the longest of them: those of similar lengths, so that there is little padding.
+//! Attention by candle's operations, for any device and number format; the reference for the kernels. Decides which
+//! texts are computed together, padded to the longest of them: those of similar lengths, so that there is little
+//! padding.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use sconce_kernels::{PositionTerms, positions_in_texts};

@@ -2,15 +2,11 @@
 //! pictures and seek tables before the sound: in the library they would take many times more memory than in the file,
 //! and seek tables would be sorted in quadratic time. Decodes nothing.
 
-use std::fmt;
 use std::io::{self, SeekFrom};
 
 use super::source::{End, Source, read_up_to};
-use super::{flac, mp3, pages, refused, unreadable, wav};
+use super::{Format, SUPPORTED, flac, mp3, pages, refused, unreadable, wav};
 use crate::model::TaskError;
-
-/// The supported formats, as errors and documents list them.
-pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg (Vorbis, FLAC)";
 
 /// The first bytes of a file, by which its format is recognized.
 const MAGIC_BYTES: usize = 64;
@@ -18,30 +14,6 @@ const MAGIC_BYTES: usize = 64;
 const MAX_TAGS: usize = 16;
 /// The last page of an Ogg file is looked for in this many bytes at the end: twice the maximum size of a page, 65,307.
 const OGG_TAIL: u64 = 2 * 65_307;
-
-/// A file format that can be decoded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// Uncompressed samples: 8, 16, 24 or 32 bits, floating point, A-law, µ-law.
-    Wav,
-    /// FLAC.
-    Flac,
-    /// MPEG audio, layer 3.
-    Mp3,
-    /// Vorbis or FLAC in Ogg.
-    Ogg,
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(match self {
-            Self::Wav => "WAV",
-            Self::Flac => "FLAC",
-            Self::Mp3 => "MP3",
-            Self::Ogg => "Ogg",
-        })
-    }
-}
 
 /// A file whose format is known. `head`, followed by the next `bytes` bytes of its source, is a file of that format.
 pub(super) struct Opened {

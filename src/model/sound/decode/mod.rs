@@ -11,6 +11,7 @@ mod source;
 mod vorbis;
 mod wav;
 
+use std::fmt;
 use std::io::{self, Read as _};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -23,7 +24,6 @@ use symphonia::core::packet::Packet;
 use symphonia::default::codecs::{FlacDecoder, MpaDecoder, PcmDecoder, VorbisDecoder};
 use symphonia::default::formats::{FlacReader, MpaReader, OggReader, WavReader};
 
-pub use self::container::{Format, SUPPORTED};
 pub use self::source::Source;
 
 use self::pages::Pages;
@@ -31,6 +31,33 @@ use self::resample::Resample;
 use self::source::{Allowance, End, Metered};
 use crate::model::sound::RATE;
 use crate::model::{TaskError, TaskErrorKind};
+
+/// The supported formats, as errors and documents list them.
+pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg (Vorbis, FLAC)";
+
+/// A file format that can be decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// Uncompressed samples: 8, 16, 24 or 32 bits, floating point, A-law, µ-law.
+    Wav,
+    /// FLAC.
+    Flac,
+    /// MPEG audio, layer 3.
+    Mp3,
+    /// Vorbis or FLAC in Ogg.
+    Ogg,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Wav => "WAV",
+            Self::Flac => "FLAC",
+            Self::Mp3 => "MP3",
+            Self::Ogg => "Ogg",
+        })
+    }
+}
 
 /// The lowest accepted sample rate, in Hz. Usual recordings have rates between this one and [`HIGHEST_RATE`].
 const LOWEST_RATE: u32 = 1_000;

@@ -4,6 +4,9 @@
 
 use std::io::{self, Read};
 
+use symphonia::core::checksum::Crc32;
+use symphonia::core::io::Monitor as _;
+
 use super::source::End;
 
 /// The bytes of a page's header before the lengths of its segments.
@@ -73,9 +76,11 @@ impl<R: Read> Pages<R> {
         }
         let stated = self.page[CHECKSUM].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
         // The checksum is computed with zeros in its own place.
-        let sum = checksum(0, &self.page[..CHECKSUM.start]);
-        let found = checksum(checksum(sum, &[0; 4]), &self.page[CHECKSUM.end..]);
-        if stated != Some(found) {
+        let mut sum = Crc32::new(0);
+        for bytes in [&self.page[..CHECKSUM.start], &[0; 4], &self.page[CHECKSUM.end..]] {
+            sum.process_buf_bytes(bytes);
+        }
+        if stated != Some(sum.crc()) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a page has a wrong checksum"));
         }
         self.follow_stream()
@@ -135,27 +140,4 @@ pub(super) fn end(page: &[u8]) -> End {
         Some(length) if *length < 255 && page.len() == bytes => End::Unmarked,
         _ => End::CutOff,
     }
-}
-
-/// Continues the checksum `sum`: a CRC-32 with the polynomial 0x04c11db7, most significant bit first.
-fn checksum(sum: u32, bytes: &[u8]) -> u32 {
-    const TABLE: [u32; 256] = table();
-    let next = |sum: u32, byte: &u8| sum << 8 ^ TABLE[(sum >> 24) as usize ^ usize::from(*byte)];
-    bytes.iter().fold(sum, next)
-}
-
-const fn table() -> [u32; 256] {
-    let mut table = [0; 256];
-    let mut index = 0;
-    while index < 256 {
-        let mut value = (index as u32) << 24;
-        let mut bit = 0;
-        while bit < 8 {
-            value = if value >> 31 == 1 { value << 1 ^ 0x04c1_1db7 } else { value << 1 };
-            bit += 1;
-        }
-        table[index] = value;
-        index += 1;
-    }
-    table
 }

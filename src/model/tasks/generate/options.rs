@@ -42,9 +42,8 @@ pub static OPTIONS: [OptionSpec; 8] = [
         takes: Takes::Whole(2..=MAX_TOKENS as u64),
         default: OptionDefault::Derived("4 × `context`"),
         help: "tokens whose keys and values are held at once. A sequence begins when its prompt and its longest answer \
-               fit, so that none runs out of memory half way; while others wait, each requester has \
-               [its share](scaling.md#shares-of-requesters). For SmolLM2-135M a token takes 46 KB in f32. A CPU \
-               allocates the memory as it is used; a GPU allocates all of it when the model is loaded",
+               fit; while others wait, each requester has [its share](scaling.md#shares-of-requesters). For \
+               SmolLM2-135M a token takes 46 KB in f32. A CPU allocates the memory as it is used; a GPU at the start",
     },
     OptionSpec {
         name: "kv_numbers",
@@ -57,26 +56,23 @@ pub static OPTIONS: [OptionSpec; 8] = [
         name: "activations",
         takes: Takes::Choice(&["auto", "f32", "int16", "int8"]),
         default: OptionDefault::Value("\"auto\""),
-        help: "the type to which the numbers between layers are converted before they are multiplied with quantised \
-               weights: `f32`; `int16` (15 bits used with AVX512-VNNI and 16 with AVX2, one scale for each 32 \
-               numbers); `int8` (8 bits, the fastest; only with AVX512-VNNI). Perplexity of a real text against f32: \
-               `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI, and on those with \
-               AVX2 and without AVX-512. Elsewhere it is `f32`, and `int16` and `int8` are refused",
+        help: "the type of the numbers that are multiplied with quantised weights: `f32`; `int16` (15 bits used with \
+               AVX512-VNNI and 16 with AVX2); `int8` (the fastest; only with AVX512-VNNI). Perplexity of a real text \
+               against f32: `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI, and \
+               on those with AVX2 and without AVX-512. Elsewhere it is `f32`, and `int16` and `int8` are refused",
     },
     OptionSpec {
         name: "seed",
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers of tasks that set none. The only other random numbers \
-               in a worker (ids, delays, whose task is put off) change no text",
+        help: "with a task's id, the seed of the random numbers of tasks that set none",
     },
     OptionSpec {
         name: "template_date",
         takes: Takes::Text,
         default: OptionDefault::Derived("that of the task"),
         help: "the day, as in `2026-11-28`, that a chat template gets if it asks for the date. Without it that is the \
-               day of the task's `timestamp`, and without both the day on which the prompt is made, so that a task that \
-               is delivered again after midnight (UTC) has another prompt",
+               day of the task's `timestamp`, and without both the day on which the prompt is made (UTC)",
     },
     OptionSpec {
         name: "truncate_prompts",

@@ -70,8 +70,7 @@ pub(super) const MAX_TASK_PIXELS: OptionSpec = OptionSpec {
     name: "max_task_pixels",
     takes: Takes::Whole(1..=u64::MAX),
     default: OptionDefault::Derived("4 × `max_pixels`"),
-    help: "the most pixels of all images of a task. Few bytes can declare many pixels, each of which takes time \
-           and memory",
+    help: "the most pixels of all images of a task",
 };
 
 /// Models that classify images.

@@ -22,7 +22,7 @@ pub static OPTIONS: [OptionSpec; 2] = [
         name: "seed",
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the noise in the voice of a task that sets none",
+        help: "with a task's id, the seed of the random numbers of tasks that set none",
     },
 ];
 

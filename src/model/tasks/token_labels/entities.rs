@@ -2,6 +2,7 @@
 //! library does. Decides the label of a word, which neighbours are one entity, and which of two overlapping entities of
 //! a text is kept. Pure.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::protocol::token_labels::Strategy;
@@ -104,7 +105,7 @@ pub fn entities<'a>(
     labelled: &[Labelled],
     names: &'a [String],
     strategy: Strategy,
-    ignored: &[String],
+    ignored: &HashSet<String>,
 ) -> Vec<FoundEntity<'a>> {
     let mut found = Vec::new();
     let mut first = 0;
@@ -120,7 +121,7 @@ pub fn entities<'a>(
         };
         let parts = first..first + 1 + more;
         first = parts.end;
-        if ignored.iter().any(|ignored| ignored == name) {
+        if ignored.contains(name) {
             continue;
         }
         let group = &labelled[parts.clone()];
@@ -223,7 +224,7 @@ mod tests {
         let part =
             |(at, label): (usize, &usize)| Labelled { label: *label, score: at as f32, tokens: at..at + 1 };
         let parts: Vec<Labelled> = labels.iter().enumerate().map(part).collect();
-        let found = entities(0, &tokens, &parts, &names, Strategy::Simple, &["O".to_owned()]);
+        let found = entities(0, &tokens, &parts, &names, Strategy::Simple, &["O".to_owned()].into());
         let shown: Vec<_> = found.iter().map(|it| (it.name, it.parts.clone(), it.score)).collect();
         assert_eq!(
             shown,
@@ -236,7 +237,7 @@ mod tests {
             ]
         );
         assert_eq!(found[0].span, [3, 11]);
-        let alone = entities(0, &tokens, &parts, &names, Strategy::None, &["B-PER".to_owned()]);
+        let alone = entities(0, &tokens, &parts, &names, Strategy::None, &["B-PER".to_owned()].into());
         assert_eq!(alone.iter().map(|it| it.name).collect::<Vec<_>>()[..3], ["O", "I-PER", "PER"]);
     }
 
@@ -270,7 +271,7 @@ mod tests {
                     prop_assert!(inner.all(|token| token.continues_word));
                     prop_assert!(part.score <= 1.0 && part.score >= 0.0);
                 }
-                let found = entities(0, &tokens, &parts, &names, strategy, &[]);
+                let found = entities(0, &tokens, &parts, &names, strategy, &HashSet::new());
                 let of_parts: Vec<usize> = found.iter().flat_map(|it| it.parts.clone()).collect();
                 prop_assert_eq!(of_parts, (0..parts.len()).collect::<Vec<_>>());
                 for it in &found {
@@ -279,7 +280,7 @@ mod tests {
                     prop_assert!(strategy != Strategy::None || later.is_empty());
                 }
                 let shown: Vec<_> = found.iter().filter(|it| it.name != "O" && it.name != "PER").collect();
-                let ignored = ["O", "PER"].map(str::to_owned);
+                let ignored = ["O", "PER"].map(str::to_owned).into();
                 let rest = entities(0, &tokens, &parts, &names, strategy, &ignored);
                 prop_assert_eq!(rest.iter().collect::<Vec<_>>(), shown);
                 prop_assert_eq!(without_overlaps(found.clone()), found, "the tokens of one window do not overlap");

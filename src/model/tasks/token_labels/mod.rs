@@ -3,6 +3,7 @@
 //! entities. Decides in how many windows a long text is read. Never touches the device.
 
 mod entities;
+mod network;
 
 use std::mem;
 use std::sync::Arc;
@@ -11,21 +12,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-use self::entities::{FoundEntity, Labelled, Token, is_by_word, label_parts, without_overlaps};
-use super::labels::{Labels, assumptions, softmax};
+use self::entities::{FoundEntity, Labelled, Token, is_by_word, without_overlaps};
+use self::network::{LabelledWindow, TaskLabels};
+pub use self::network::{TokenLabelNetwork, WindowInput};
+use super::labels::{Labels, assumptions};
 use super::names::ServedNames;
 use super::{
-    BRIEF_BODY, MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
+    MAX_SEQ_LENGTH, MayBeCut, OnError, SharedReport, TextInputs, check_text_files, load_text_model,
     request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
-use crate::model::load::tokenizer::{Reading, TextTokenizer, Tokens, Window};
+use crate::model::load::tokenizer::{Reading, TextTokenizer, Window};
+use crate::model::nets::encoder::Output;
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::encoder::text_config::TextConfig;
-use crate::model::nets::encoder::{Output, TextNetwork};
+use crate::model::nets::held::Held;
 use crate::model::{
-    Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
+    Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     TaskError, TaskErrorKind,
 };
 use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsRequest, URL};
@@ -33,8 +37,9 @@ use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsR
 /// The maximum number of labels of a model. Each token has a number for each of them, so the bound limits the memory of a
 /// batch.
 const MAX_LABELS: usize = 4_096;
-/// The maximum number of tokens times labels of a task: their numbers are kept until the task is answered, and take 64 MiB.
-const MAX_NUMBERS: usize = 16 << 20;
+/// The maximum number of tokens of a task. They are kept with their labels until the task is answered, and take up to 56
+/// MiB.
+const MAX_TOKENS: usize = 1 << 20;
 /// The maximum number of tokens of all windows of a text. The tokenizers library takes 100 bytes for each while it divides
 /// the text.
 const MAX_WINDOW_TOKENS: usize = 1 << 20;
@@ -118,15 +123,16 @@ fn unknown_id(files: &ModelFiles, tokenizer: &TextTokenizer) -> Result<Option<u3
 ///
 /// # Errors
 /// As [`embed::load`](super::embed::load).
-pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TokenLabelProcessor, TextNetwork), LoadError> {
+pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TokenLabelProcessor, TokenLabelNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = TextConfig::Encoder(NetworkConfig::read(&files, &spec.source)?);
-    let labels = read_labels(&files, spec)?;
+    let labels: Arc<[String]> = read_labels(&files, spec)?.into();
     let limits = text_limits(&FAMILY, spec, &files, &config)?;
     let output = Output::TokenLabels(labels.len());
     let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
     let unknown = unknown_id(&files, &tokenizer)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
+    let network = TokenLabelNetwork { network, names: labels.clone() };
     let processor = TokenLabelProcessor { tokenizer, labels, unknown, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
 }
@@ -134,7 +140,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TokenLabelProcessor, Te
 /// Turns requests to label tokens into tokens, and the labels' logits into responses.
 pub struct TokenLabelProcessor {
     tokenizer: Arc<TextTokenizer>,
-    labels: Vec<String>,
+    labels: Arc<[String]>,
     /// The id of the token for unknown words.
     unknown: Option<u32>,
     names: ServedNames,
@@ -143,8 +149,7 @@ pub struct TokenLabelProcessor {
 
 /// The parts of a request that its response needs.
 pub struct TokenLabelContext {
-    strategy: Strategy,
-    ignored: Vec<String>,
+    task: Arc<TaskLabels>,
     is_list: bool,
     /// In the order of the texts. The threads that make the inputs write it, and `finish` reads it.
     texts: Arc<Mutex<Vec<Text>>>,
@@ -156,7 +161,7 @@ pub struct TokenLabelContext {
 struct Text {
     content: String,
     /// The tokens of each window.
-    windows: Vec<Vec<Token>>,
+    windows: Vec<Arc<[Token]>>,
 }
 
 /// Makes the inputs of a task's texts, and keeps what its response needs of them.
@@ -165,22 +170,21 @@ struct Preparation {
     unknown: Option<u32>,
     request: TokenLabelsRequest,
     reading: Reading,
-    /// The number of labels.
-    labels: usize,
+    task: Arc<TaskLabels>,
     /// The maximum number of windows of all texts.
     max_windows: usize,
     /// The windows of all texts.
     windows: AtomicUsize,
-    /// The tokens of all texts, times the labels.
-    numbers: AtomicUsize,
+    /// The tokens of all texts.
+    tokens: AtomicUsize,
     texts: Arc<Mutex<Vec<Text>>>,
 }
 
 impl Preparation {
     /// Makes the input of each window of a text.
-    fn inputs(&self, index: usize, mut text: String) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
-        let path = || self.request.path(index);
-        let (max_windows, labels) = (self.max_windows, self.labels);
+    fn inputs(&self, index: usize, mut text: String) -> Result<Vec<SizedInput<WindowInput>>, TaskError> {
+        let path = || self.request.texts.path(index);
+        let max_windows = self.max_windows;
         let too_large = |what: String| TaskError::new(TaskErrorKind::TooLarge, what).with_param(path());
         let windows =
             self.tokenizer.windows(&text, self.reading).map_err(|error| error.with_param(path()))?;
@@ -191,27 +195,31 @@ impl Preparation {
             )));
         }
         let count: usize = windows.iter().map(|window| window.tokens.ids.len()).sum();
-        let numbers = count.saturating_mul(labels);
-        if self.numbers.fetch_add(numbers, Ordering::Relaxed).saturating_add(numbers) > MAX_NUMBERS {
-            let most = MAX_NUMBERS / labels;
+        if self.tokens.fetch_add(count, Ordering::Relaxed) + count > MAX_TOKENS {
             return Err(too_large(format!(
-                "the texts have more than {most} tokens together; at most so many are allowed with {labels} labels"
+                "the texts have more than {MAX_TOKENS} tokens together; send fewer texts"
             )));
         }
         let spans = windows.iter().flat_map(|window| window.spans.iter().flatten());
         let end = spans.map(|span| span[1] as usize).max().unwrap_or(0);
         // `tokens` also reads the character at the start of a token, which a token without characters does not contain.
         let characters: Vec<char> = text.chars().take(end + 1).collect();
-        let tokens = windows.iter().map(|window| self.tokens(window, &characters)).collect();
+        let tokens: Vec<Arc<[Token]>> =
+            windows.iter().map(|window| self.tokens(window, &characters).into()).collect();
         // What was cut off is not kept.
         if let Some((end_byte, _)) = text.char_indices().nth(end) {
             text.truncate(end_byte);
             text.shrink_to_fit();
         }
-        self.texts.lock()[index] = Text { content: text, windows: tokens };
+        self.texts.lock()[index] = Text { content: text, windows: tokens.clone() };
         let (truncate, max_tokens) = (self.request.truncate, self.tokenizer.max_tokens());
-        let inputs = windows.into_iter().map(|window| text_input(window.tokens, truncate, path, max_tokens));
-        inputs.collect()
+        let input = |(at, (window, labelled)): (usize, (Window, Arc<[Token]>))| {
+            let SizedInput { input: tokens, tokens: size, .. } =
+                text_input(window.tokens, truncate, path, max_tokens)?;
+            let input = WindowInput { tokens, labelled, is_further: at > 0, task: self.task.clone() };
+            Ok(SizedInput::new(input, size))
+        };
+        windows.into_iter().zip(tokens).enumerate().map(input).collect()
     }
 
     /// The tokens of a window, except for added special ones. Words are found as the library finds them: a token
@@ -237,11 +245,17 @@ impl Preparation {
     }
 }
 
+impl MayBeCut for WindowInput {
+    fn is_cut(&self) -> bool {
+        self.tokens.truncated
+    }
+}
+
 impl Processor for TokenLabelProcessor {
     type Context = TokenLabelContext;
-    type Input = Tokens;
+    type Input = WindowInput;
     type Piece = ();
-    type Output = Vec<f32>;
+    type Output = LabelledWindow;
 
     fn routes(&self) -> &[Route] {
         FAMILY.routes
@@ -254,7 +268,7 @@ impl Processor for TokenLabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = TokenLabelsRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let items = mem::take(&mut request.texts);
+        let items = mem::take(&mut request.texts.items);
         let bytes: usize = items.iter().map(String::len).sum();
         let further = FREE_WINDOW_TOKENS.max(bytes * WINDOW_TOKENS_PER_BYTE) / self.tokenizer.max_tokens();
         let max_windows = self.max_inputs.min(items.len() + further);
@@ -268,16 +282,19 @@ impl Processor for TokenLabelProcessor {
         };
         let is_long = request.stride.is_some() && items.iter().any(|text| text.len() > LONG_TEXT);
         let texts = Arc::new(Mutex::new(items.iter().map(|_| Text::default()).collect::<Vec<_>>()));
-        let (strategy, ignored, is_list) = (request.strategy, request.ignored.clone(), request.is_list);
+        let (strategy, stride, is_list) =
+            (request.strategy, request.stride.unwrap_or(0), request.texts.is_list);
+        let ignored = mem::take(&mut request.ignored);
+        let task = Arc::new(TaskLabels { strategy, ignored, stride, bytes: Held::default() });
         let preparation = Preparation {
             tokenizer: self.tokenizer.clone(),
             unknown: self.unknown,
             request,
             reading,
-            labels: self.labels.len(),
+            task: task.clone(),
             max_windows,
             windows: AtomicUsize::new(0),
-            numbers: AtomicUsize::new(0),
+            tokens: AtomicUsize::new(0),
             texts: texts.clone(),
         };
         let inputs = TextInputs::new(items, String::len, OnError::FailTask, move |index, text| {
@@ -289,21 +306,18 @@ impl Processor for TokenLabelProcessor {
         } else {
             inputs.into_inputs()?.1
         };
-        Ok((TokenLabelContext { strategy, ignored, is_list, texts, report }, inputs))
+        Ok((TokenLabelContext { task, is_list, texts, report }, inputs))
     }
 
-    fn effort(&self, message: &Message) -> Effort {
-        // With a stride a few bytes may have many windows. The name of the field may be written with escapes.
-        let may_have_windows =
-            message.body.windows(6).any(|part| part == b"stride") || message.body.contains(&b'\\');
-        Effort::brief_if(message.body.len() <= BRIEF_BODY && !may_have_windows)
+    fn bytes(&self, input: &WindowInput) -> usize {
+        input.tokens.bytes() + size_of_val(&*input.labelled)
     }
 
     fn is_finish_slow(&self, context: &TokenLabelContext) -> bool {
         context.report.0.lock().counts.tokens >= MANY_TOKENS
     }
 
-    fn finish(&self, context: TokenLabelContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+    fn finish(&self, context: TokenLabelContext, outputs: Vec<LabelledWindow>) -> Result<Body, TaskError> {
         let mut writer = EntityWriter::new(context.is_list);
         let mut outputs = outputs.into_iter();
         for text in mem::take(&mut *context.texts.lock()) {
@@ -316,23 +330,21 @@ impl Processor for TokenLabelProcessor {
 }
 
 impl TokenLabelProcessor {
-    /// Writes the entities of a text, from the logits of each of its windows.
+    /// Writes the entities of a text, given each of its windows.
     fn write_text(
         &self,
         context: &TokenLabelContext,
         text: &Text,
-        outputs: impl Iterator<Item = Vec<f32>>,
+        outputs: impl Iterator<Item = LabelledWindow>,
         writer: &mut EntityWriter,
     ) -> Result<(), TaskError> {
-        let (strategy, width) = (context.strategy, self.labels.len());
+        let TaskLabels { strategy, ignored, .. } = &*context.task;
+        let strategy = *strategy;
+        let outputs: Vec<LabelledWindow> = outputs.collect();
         let mut found: Vec<FoundEntity<'_>> = Vec::new();
-        let mut parts: Vec<Vec<Labelled>> = Vec::with_capacity(text.windows.len());
-        for (window, (tokens, mut numbers)) in text.windows.iter().zip(outputs).enumerate() {
-            numbers.chunks_exact_mut(width).for_each(softmax);
-            let labelled = label_parts(tokens, strategy, |token| &numbers[token.index * width..][..width]);
-            let (names, ignored) = (&self.labels, &context.ignored);
-            found.extend(entities::entities(window, tokens, &labelled, names, strategy, ignored));
-            parts.push(labelled);
+        for (window, (tokens, LabelledWindow { parts, .. })) in text.windows.iter().zip(&outputs).enumerate()
+        {
+            found.extend(entities::entities(window, tokens, parts, &self.labels, strategy, ignored));
         }
         if text.windows.len() > 1 {
             found = without_overlaps(found);
@@ -340,7 +352,7 @@ impl TokenLabelProcessor {
         let characters: Vec<char> = text.content.chars().collect();
         for FoundEntity { name, score, window, parts: part_range, span: [start, end] } in found {
             let tokens = &text.windows[window];
-            let labelled = &parts[window][part_range];
+            let labelled = &outputs[window].parts[part_range];
             let is_token = strategy == Strategy::None;
             writer.push(&Entity {
                 entity_group: (!is_token).then_some(name),

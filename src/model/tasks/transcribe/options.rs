@@ -31,7 +31,7 @@ pub static OPTIONS: [OptionSpec; 3] = [
         name: "seed",
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers by which tokens are drawn at a temperature above 0",
+        help: "with a task's id, the seed of the random numbers of tasks that set none",
     },
 ];
 
