@@ -95,7 +95,7 @@ models-of-tests:
 
 soak: SECONDS = 3600
 # The hostile requesters come alone and last, and in a release build: latencies are judged.
-soak: ## an hour of faults, then ten minutes of hostile requesters: make soak SECONDS=1200 SEED=7 RATE=40
+soak: ## an hour of faults, then forty minutes of hostile requesters: make soak SECONDS=1200 SEED=7 RATE=40
 	scripts/setup-tests
 	scripts/fetch-model
 	scripts/fetch-efficientnet
@@ -105,7 +105,7 @@ soak: ## an hour of faults, then ten minutes of hostile requesters: make soak SE
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
 		$(CARGO) test --locked --test soak -- --nocapture a_storm_of_faults
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) \
-		$(CARGO) test --locked --release --test soak -- --nocapture hostile_requesters
+		$(CARGO) test --locked --release --test soak -- --nocapture --test-threads=1 hostile_requesters
 
 test-rabbitmq-4: ## the broker tests over RabbitMQ 4, which needs docker and the image
 	SCONCE_TEST_RABBITMQ_IMAGE=rabbitmq:4-management $(CARGO) test --locked --test rabbitmq

@@ -4,10 +4,10 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::batching::{Batcher, DeviceState, Owner, Policy};
+use sconce::batching::{Batcher, DeviceState, Owner, Policy, QueueShare};
 
 const INPUTS: usize = 10_000;
-const OWNER: Owner = Owner { requester: 1, background: false };
+const OWNER: Owner = Owner { queue: QueueShare::LONE, requester: 1, background: false };
 
 /// All at once, as after a restart with a full prefetch; or one by one with a look after each, as they
 /// come in.

@@ -16,7 +16,7 @@
 //! | – | `crates/kernels` | what networks compute on a CPU, on slices. A separate crate, used by `model/ops`; `config` takes only the names of vector units from it |
 //! | 0 | `enum_names` | how an enum and the names of its values are written |
 //! | 0 | `protocol` | how bytes become a task, reply, part of a reply, sentinel, control line or batch line, and back |
-//! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
+//! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes; which queue is next |
 //! | 0 | `backoff` | capped, jittered delays |
 //! | 0 | `shutdown` | causes, phases, exit codes, the signal source |
 //! | 1 | `config` | how raw settings become validated ones; the worker's assignment |
@@ -42,14 +42,14 @@
 //! - `one-reply-per-task`: one final reply from the worker that acks. A crash between confirm and
 //!   ack makes a duplicate with the same `correlation_id`: the service is at-least-once.
 //! - `no-loss-over-no-duplicate`: when in doubt, requeue.
-//! - `nobody-stops-the-others`: a requester, a reply queue, a bad task or a refusal by the broker affects
-//!   only its own tasks.
+//! - `nobody-stops-the-others`: a reply queue, a bad task or a refusal by the broker affects only its own tasks.
+//!   Whatever one queue of a pool holds, the others get their shares. Requesters who share a queue share its order.
 //! - `sentinel-after-work`: a sentinel never overtakes work accepted before it, and is acked last.
 //! - `bounded-everything`: every channel, buffer, retry and wait has a bound.
 //! - `device-or-fail`: a requested device that cannot be opened is an error.
 //! - `batch-equals-single`: a task's result does not depend on its batch-mates.
-//! - `nobody-waits-for-a-giant`: batches take inputs of all waiting tasks in turn, so that a task of ten thousand
-//!   inputs does not hold up the others.
+//! - `nobody-waits-for-a-giant`: queues are served by their shares, and batches take inputs of all waiting tasks of a
+//!   queue in turn, so that a task of ten thousand inputs does not hold up the others.
 
 #[macro_use]
 mod enum_names;

@@ -14,11 +14,11 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("batching", &[]),
     ("backoff", &[]),
     ("shutdown", &[]),
-    ("config", &["backoff"]),
+    ("config", &["batching", "backoff"]),
     ("telemetry", &[]),
     ("model", &["protocol", "batching", "config"]),
     ("broker", &["protocol", "backoff", "config"]),
-    ("fetch", &["config"]),
+    ("fetch", &["batching", "config"]),
     ("engine", &["protocol", "batching", "telemetry", "model"]),
     ("python", &["protocol", "config", "model", "engine"]),
     (

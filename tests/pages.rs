@@ -133,8 +133,15 @@ fn every_link_and_anchor_of_a_page_leads_somewhere() {
 fn every_page_that_a_source_or_a_message_names_exists() {
     let places =
         ["src", "crates", "tests", "scripts", "python", "deploy", "benches/peers", "config", "examples"];
-    let single =
-        ["Makefile", "Cargo.toml", "build.rs", "Dockerfile", "Dockerfile.cuda", "docker-compose.yml"];
+    let single = [
+        "Makefile",
+        "Cargo.toml",
+        "build.rs",
+        "Dockerfile",
+        "Dockerfile.cuda",
+        "Dockerfile.python",
+        "docker-compose.yml",
+    ];
     let mut wrong = Vec::new();
     let mut seen = 0;
     for file in places.into_iter().chain(single).flat_map(files) {

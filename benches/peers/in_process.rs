@@ -118,7 +118,7 @@ fn embed(
         let begun = Instant::now();
         let inputs = processor.preprocess(text).and_then(|it| it.1.all());
         let inputs = inputs.map_err(|error| anyhow!("{error}"))?;
-        let owner = Owner { requester: 1, background: false };
+        let owner = Owner { requester: 1, ..Owner::default() };
         batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), owner, begun);
         done.preparing += begun.elapsed();
         let Some(batch) = batcher.take(begun, batching::DeviceState::Busy, true) else { continue };

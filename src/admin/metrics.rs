@@ -185,6 +185,17 @@ fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Re
         })
     });
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
+    // All series exist from the start, as those of the answers do.
+    let with_queues: Vec<_> = slots_with_stats(status)
+        .map(|(entry, stats)| (entry, stats, entry.assignment.pool.queues()))
+        .collect();
+    let by_queue = with_queues.iter().flat_map(|(entry, stats, queues)| {
+        queues.iter().map(move |queue| {
+            let count = stats.queues.get(&queue.name).copied().unwrap_or(0);
+            (slot_labels_and(entry, "queue", &queue.name), count as f64)
+        })
+    });
+    out.counter("queue_tasks", "Tasks answered, by the queue that they came from", by_queue)?;
     let counters: [(&'static str, &str, fn(&Stats) -> u64); 7] = [
         ("inputs", "Inputs computed", |stats| stats.inputs),
         ("tokens", "Tokens computed", |stats| stats.tokens),

@@ -3,8 +3,11 @@
 //!
 //! - **Room.** A sequence is admitted when a slot is free and all tokens of its prompt and its longest possible answer
 //!   can be reserved. So no running sequence runs out of room.
-//! - **Shares.** A requester's share is the limits divided by the number of requesters with running or waiting
-//!   sequences, and at least one sequence. While requesters within their shares wait, nothing is admitted beyond a
+//! - **Queues.** The limits are divided among the queues with running or waiting sequences by their shares, and at least
+//!   one sequence each. A queue that is alone may use everything. Between queues, the one that has been served least
+//!   for its share comes first (`shares`); all rules about order below are about the sequences of one queue.
+//! - **Shares.** A requester's share is the part of its queue divided by the number of the queue's requesters with
+//!   running or waiting sequences, and at least one sequence. While requesters within their shares wait, nothing is admitted beyond a
 //!   share, and sequences that run beyond one are preempted for them: the preempted ones wait again, and restart from
 //!   the beginning.
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
@@ -34,16 +37,18 @@
 //!   It is encoded by a step that has only windows, so that other sequences are not suspected if a window fails or
 //!   kills the worker. While sequences decode, such a step has one window, and at least [`Encoding::interval`] token
 //!   steps lie between two such steps. If a sequence of another requester decodes, at least as many lie between two
-//!   windows of a requester as take the time of a window, so that its windows take no more time than the answers.
+//!   windows of a requester as take the time of a window, so that its windows take no more time than the answers. The
+//!   same holds between queues.
 //!   While none decodes, it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows`
 //!   decides whose windows they are. Windows do not count as tokens of a step. A preempted sequence encodes its window
 //!   again.
 
 use std::cell::LazyCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::prompts::{self, Prompt};
+use super::shares::{Owner, QueueShare, Shares};
 use super::windows::{self, Encoding, Window};
 
 /// The waiting time that one level of priority is worth.
@@ -78,10 +83,9 @@ pub struct Request {
     pub answer: usize,
     /// A sequence with a higher number runs sooner, up to [`MAX_PRIORITY`].
     pub priority: u8,
-    /// A number that identifies who requested it.
-    pub requester: u64,
-    /// Whether it runs only in room that others leave, until it has waited for [`BACKGROUND_PENALTY`].
-    pub background: bool,
+    /// Whose it is. A background sequence runs only in room that others leave, until it has waited for
+    /// [`BACKGROUND_PENALTY`].
+    pub owner: Owner,
     /// The group of isolated sequences to which it belongs.
     pub group: Option<Group>,
 }
@@ -96,8 +100,7 @@ impl Request {
     }
 
     fn party(&self) -> Party {
-        let Self { requester, background, group, .. } = *self;
-        Party { requester, background, group }
+        Party { owner: self.owner, group: self.group }
     }
 
     /// The time by which requests are ordered, for a request of this priority that counts as having arrived at
@@ -160,8 +163,7 @@ pub enum Change<K> {
 /// separate parties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Party {
-    requester: u64,
-    background: bool,
+    owner: Owner,
     group: Option<Group>,
 }
 
@@ -204,7 +206,7 @@ impl<K> Running<K> {
 }
 
 /// The sequences of one party, at least one.
-struct Queue<K> {
+struct PartyLine<K> {
     waiting: BTreeMap<Order, Sequence<K>>,
     /// What its running sequences use.
     used: Resources,
@@ -266,6 +268,58 @@ impl Share {
     }
 }
 
+/// The part of one of the pool's queues.
+#[derive(Clone, Copy)]
+struct QueuePart {
+    /// What the queue may use while other queues wait. It may run one sequence even if that exceeds this.
+    limit: Resources,
+    /// What each party of the queue may use.
+    share: Share,
+    /// What the running sequences of the queue use that nobody may preempt: neither those that exceed their party's
+    /// share nor those that overtook others.
+    settled: Resources,
+}
+
+impl QueuePart {
+    /// Whether the queue stays within its part if it runs this sequence besides those that use `used`.
+    fn allows(&self, request: &Request, used: Resources) -> bool {
+        used.sequences == 0 || used.with(request).is_within(self.limit)
+    }
+}
+
+/// How the limits are divided among the queues with running or waiting sequences, by the queue's index.
+struct Division {
+    parts: BTreeMap<usize, QueuePart>,
+    /// What the running large sequences use.
+    large: Resources,
+}
+
+impl Division {
+    fn part(&self, request: &Request) -> Option<&QueuePart> {
+        self.parts.get(&request.owner.queue.queue)
+    }
+
+    /// Whether a sequence of a party that uses `used_by_party`, in a queue that uses `used_by_queue`, stays within both
+    /// shares. `large` is what the large sequences of other parties use.
+    fn allows(
+        &self,
+        request: &Request,
+        used_by_party: Resources,
+        used_by_queue: Resources,
+        large: Resources,
+    ) -> bool {
+        self.part(request).is_some_and(|part| {
+            part.share.allows(request, used_by_party, large)
+                && (self.parts.len() == 1 || part.allows(request, used_by_queue))
+        })
+    }
+
+    /// Whether this sequence is large, given that it is the first of its party.
+    fn is_large(&self, request: &Request) -> bool {
+        self.part(request).is_some_and(|part| part.share.is_large(request))
+    }
+}
+
 /// The class of a waiting sequence. A class is considered only while no sequence of an earlier class waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
@@ -278,6 +332,8 @@ enum Rank {
 #[derive(Clone, Copy)]
 struct Candidate<K> {
     rank: Rank,
+    /// When the next work of its queue starts, in virtual time.
+    queue_start: u64,
     turn: Order,
     sequence: Sequence<K>,
     /// Whether it would be its party's only running sequence, and is large.
@@ -308,11 +364,12 @@ impl<K> Preemptible<'_, K> {
         if isolated.is_some() {
             return request.group != isolated;
         }
-        let is_background = candidate.sequence.request.background;
+        let is_background = candidate.sequence.request.owner.background;
         // The rules on background sequences and on overtaking require that the turn of the candidate is earlier, so
         // that two sequences cannot preempt each other in a loop.
         let candidate_is_ahead = *turn > Some(candidate.turn);
-        let yields_as_background = request.background && !is_background && *order > candidate.sequence.order;
+        let yields_as_background =
+            request.owner.background && !is_background && *order > candidate.sequence.order;
         if candidate_is_ahead && yields_as_background {
             return true;
         }
@@ -333,8 +390,14 @@ pub struct Scheduler<K> {
     limits: Limits,
     /// The limits as they were set, before memory failures reduced them.
     configured: Limits,
-    /// The queue of each party that has running or waiting sequences.
-    queues: BTreeMap<Party, Queue<K>>,
+    /// The line of each party that has running or waiting sequences.
+    lines: BTreeMap<Party, PartyLine<K>>,
+    /// What the queues of the pool have been admitted, in tokens.
+    admitted: Shares,
+    /// How many windows of them have been encoded.
+    encoded: Shares,
+    /// The value of `token_steps` when a window of a queue was last encoded, by the queue's index.
+    queue_window_steps: BTreeMap<usize, usize>,
     /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
     /// Where each sequence is.
@@ -361,7 +424,10 @@ impl<K: Copy + Ord> Scheduler<K> {
         let mut scheduler = Self {
             limits,
             configured: limits,
-            queues: BTreeMap::new(),
+            lines: BTreeMap::new(),
+            admitted: Shares::default(),
+            encoded: Shares::default(),
+            queue_window_steps: BTreeMap::new(),
             running: Vec::new(),
             places: BTreeMap::new(),
             used: Resources::default(),
@@ -421,7 +487,7 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// later sequence of its requester would ever run.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
         self.serial += 1;
-        let arrival = if request.background { now + BACKGROUND_PENALTY } else { now };
+        let arrival = if request.owner.background { now + BACKGROUND_PENALTY } else { now };
         let order = (request.order_time(arrival), self.serial);
         self.add_waiting(Sequence { key, request, arrival, order, turn: None, serial: self.serial });
     }
@@ -430,8 +496,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         let Sequence { key, request, order, .. } = sequence;
         let party = request.party();
         let (waiting, used) = (BTreeMap::new(), Resources::default());
-        let empty = || Queue { waiting, used, served_at: None, encoded_at: None, window_step: None };
-        self.queues.entry(party).or_insert_with(empty).waiting.insert(order, sequence);
+        let empty = || PartyLine { waiting, used, served_at: None, encoded_at: None, window_step: None };
+        self.lines.entry(party).or_insert_with(empty).waiting.insert(order, sequence);
         self.places.insert(key, Place::Waiting(party, order));
     }
 
@@ -439,18 +505,18 @@ impl<K: Copy + Ord> Scheduler<K> {
     pub fn remove(&mut self, key: K, now: Instant) -> Option<usize> {
         let (party, slot) = match self.places.remove(&key)? {
             Place::Waiting(party, order) => {
-                self.queues.get_mut(&party)?.waiting.remove(&order);
+                self.lines.get_mut(&party)?.waiting.remove(&order);
                 (party, None)
             }
             Place::Running(slot) => {
                 let party = self.vacate(slot)?.sequence.request.party();
-                self.queues.get_mut(&party)?.served_at = Some(now);
+                self.lines.get_mut(&party)?.served_at = Some(now);
                 (party, Some(slot))
             }
         };
-        let Queue { waiting, used, .. } = self.queues.get(&party)?;
+        let PartyLine { waiting, used, .. } = self.lines.get(&party)?;
         if waiting.is_empty() && used.sequences == 0 {
-            self.queues.remove(&party);
+            self.lines.remove(&party);
         }
         slot
     }
@@ -459,8 +525,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         let running = self.running.get_mut(slot)?.take()?;
         let request = &running.sequence.request;
         self.used = self.used.without(request);
-        let queue = self.queues.get_mut(&request.party())?;
-        queue.used = queue.used.without(request);
+        let line = self.lines.get_mut(&request.party())?;
+        line.used = line.used.without(request);
         Some(running)
     }
 
@@ -503,61 +569,86 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// The first waiting sequence of each party, in the order in which they are considered for admission; only those of
     /// the group `isolated`, if there is one.
     fn candidates(&self, isolated: Option<Group>, now: Instant) -> Vec<Candidate<K>> {
-        let share = self.share();
-        let large = LazyCell::new(|| self.used_by_large(share));
-        let candidate = |(party, queue): (&Party, &Queue<K>)| {
-            let (_, sequence) = queue.waiting.first_key_value()?;
+        let division = LazyCell::new(|| self.division());
+        let candidate = |(party, line): (&Party, &PartyLine<K>)| {
+            let (_, sequence) = line.waiting.first_key_value()?;
             let Sequence { request, arrival, order, turn, .. } = sequence;
+            let settled = || division.part(request).map(|part| part.settled).unwrap_or_default();
             let rank = if isolated.is_some() {
                 Rank::WithinShare
-            } else if party.background && *arrival > now {
+            } else if party.owner.background && *arrival > now {
                 Rank::Background
-            } else if share.allows(request, queue.used, *large) {
+            } else if division.allows(request, line.used, settled(), division.large) {
                 Rank::WithinShare
             } else {
                 Rank::BeyondShare
             };
-            let served_at = queue.served_at.unwrap_or(*arrival);
+            let served_at = line.served_at.unwrap_or(*arrival);
             let turn = turn.unwrap_or((request.order_time(served_at.max(*arrival)), order.1));
-            let is_large = queue.used.sequences == 0 && share.is_large(request);
-            Some(Candidate { rank, turn, sequence: *sequence, is_large })
+            let is_large = line.used.sequences == 0 && division.is_large(request);
+            let queue_start = self.admitted.start(party.owner.queue);
+            Some(Candidate { rank, queue_start, turn, sequence: *sequence, is_large })
         };
-        let queues = self.queues.iter().filter(|(party, _)| isolated.is_none() || party.group == isolated);
-        let mut candidates: Vec<Candidate<K>> = queues.filter_map(candidate).collect();
+        let lines = self.lines.iter().filter(|(party, _)| isolated.is_none() || party.group == isolated);
+        let mut candidates: Vec<Candidate<K>> = lines.filter_map(candidate).collect();
         if isolated.is_none() {
             // The room for large sequences is kept for the one whose turn is first. Otherwise the smaller ones among
             // them would fill each gap, and no gap would ever be large enough for it.
             let competes = |it: &&Candidate<K>| it.is_large && it.rank < Rank::Background;
-            let first_turn = candidates.iter().filter(competes).map(|it| it.turn).min();
-            for later in candidates.iter_mut().filter(|it| it.is_large && Some(it.turn) > first_turn) {
+            let turn = |it: &Candidate<K>| (it.queue_start, it.turn);
+            let first_turn = candidates.iter().filter(competes).map(turn).min();
+            for later in candidates.iter_mut().filter(|it| it.is_large && Some(turn(it)) > first_turn) {
                 later.rank = later.rank.max(Rank::BeyondShare);
             }
         }
-        candidates.sort_unstable_by_key(|it| (it.rank, it.turn));
+        candidates.sort_unstable_by_key(|it| (it.rank, it.queue_start, it.turn));
         candidates
     }
 
-    /// The share of each party that runs or waits now.
-    fn share(&self) -> Share {
-        let parties = self.queues.len().max(1);
+    /// How the limits are divided now.
+    fn division(&self) -> Division {
+        let mut queues: BTreeMap<usize, (QueueShare, usize)> = BTreeMap::new();
+        for party in self.lines.keys() {
+            queues.entry(party.owner.queue.queue).or_insert((party.owner.queue, 0)).1 += 1;
+        }
+        let shares: u128 = queues.values().map(|(queue, _)| u128::from(queue.share)).sum();
         let Limits { sequences, reserved_tokens, .. } = self.limits;
-        let limit = Resources { sequences: sequences / parties, tokens: reserved_tokens / parties };
-        // No more parties run at once than there are slots. So with more parties than slots, the tokens are divided by
-        // the slots.
-        let large_above = reserved_tokens / parties.min(sequences.max(1));
-        Share { limit, large_above, large_tokens: reserved_tokens / 2 }
-    }
-
-    /// What the running large sequences use. Only the first running sequence of a party can be large, because `limit`
-    /// bounds a party that runs several.
-    fn used_by_large(&self, share: Share) -> Resources {
-        let (mut parties, mut large) = (BTreeSet::new(), Resources::default());
-        for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(None) {
-            if parties.insert(request.party()) && share.is_large(request) {
-                large = large.with(request);
+        let part = |(queue, parties): (QueueShare, usize)| {
+            let of_queue = |all: usize| (all as u128 * u128::from(queue.share) / shares.max(1)) as usize;
+            let limit = Resources { sequences: of_queue(sequences), tokens: of_queue(reserved_tokens) };
+            let of_party = Resources { sequences: limit.sequences / parties, tokens: limit.tokens / parties };
+            // No more parties run at once than there are slots. So with more parties than slots, the tokens are divided
+            // by the slots.
+            let large_above = limit.tokens / parties.min(limit.sequences.max(1));
+            let share = Share { limit: of_party, large_above, large_tokens: reserved_tokens / 2 };
+            QueuePart { limit, share, settled: Resources::default() }
+        };
+        let parts = queues.into_iter().map(|(index, queue)| (index, part(queue))).collect();
+        let mut division = Division { parts, large: Resources::default() };
+        let (mut used, mut settled): (BTreeMap<Party, Resources>, BTreeMap<usize, Resources>) =
+            (BTreeMap::new(), BTreeMap::new());
+        for (_, running) in self.in_order(None) {
+            let request = &running.sequence.request;
+            let used_by_party = used.entry(request.party()).or_default();
+            let share = division.part(request).map(|part| part.share);
+            let is_within = share.is_some_and(|it| it.allows(request, *used_by_party, division.large));
+            // Only the first running sequence of a party can be large, because its limit bounds a party that runs
+            // several.
+            if used_by_party.sequences == 0 && division.is_large(request) {
+                division.large = division.large.with(request);
+            }
+            *used_by_party = used_by_party.with(request);
+            if is_within && !running.overtook {
+                let of_queue = settled.entry(request.owner.queue.queue).or_default();
+                *of_queue = of_queue.with(request);
             }
         }
-        large
+        for (index, settled) in settled {
+            if let Some(part) = division.parts.get_mut(&index) {
+                part.settled = settled;
+            }
+        }
+        division
     }
 
     /// The running sequences that waiting ones may preempt, the last admitted first; none without preemption. All if a group is
@@ -566,18 +657,21 @@ impl<K: Copy + Ord> Scheduler<K> {
         if !self.preempts {
             return Vec::new();
         }
-        let share = self.share();
-        let (mut used, mut large): (BTreeMap<Party, Resources>, _) = (BTreeMap::new(), Resources::default());
+        let division = self.division();
+        let mut used_by_party: BTreeMap<Party, Resources> = BTreeMap::new();
+        let mut used_by_queue: BTreeMap<usize, Resources> = BTreeMap::new();
+        let mut large = Resources::default();
         let mut preemptible = Vec::new();
         for (slot, running) in self.in_order(None) {
             let request = &running.sequence.request;
-            let used_by_party = used.entry(request.party()).or_default();
-            let beyond_share = !share.allows(request, *used_by_party, large);
-            if used_by_party.sequences == 0 && share.is_large(request) {
+            let of_party = used_by_party.entry(request.party()).or_default();
+            let of_queue = used_by_queue.entry(request.owner.queue.queue).or_default();
+            let beyond_share = !division.allows(request, *of_party, *of_queue, large);
+            if of_party.sequences == 0 && division.is_large(request) {
                 large = large.with(request);
             }
-            *used_by_party = used_by_party.with(request);
-            if isolated.is_some() || beyond_share || request.background || running.overtook {
+            (*of_party, *of_queue) = (of_party.with(request), of_queue.with(request));
+            if isolated.is_some() || beyond_share || request.owner.background || running.overtook {
                 preemptible.push(Preemptible { slot, running, beyond_share });
             }
         }
@@ -630,10 +724,11 @@ impl<K: Copy + Ord> Scheduler<K> {
         let Admission { candidate: Candidate { turn, sequence, .. }, overtakes: overtook, .. } = admission;
         let slot = self.running.iter().position(Option::is_none)?;
         let Sequence { key, request, order, .. } = sequence;
-        let queue = self.queues.get_mut(&request.party())?;
-        queue.waiting.remove(&order)?;
-        (queue.used, queue.served_at) = (queue.used.with(&request), Some(now));
+        let line = self.lines.get_mut(&request.party())?;
+        line.waiting.remove(&order)?;
+        (line.used, line.served_at) = (line.used.with(&request), Some(now));
         self.used = self.used.with(&request);
+        self.admitted.serve(request.owner.queue, request.tokens() as u64);
         self.serial += 1;
         let sequence = Sequence { turn: Some(turn), serial: self.serial, ..sequence };
         let (must_encode, prompt_left) = (request.has_window, request.prompt);
@@ -647,8 +742,8 @@ impl<K: Copy + Ord> Scheduler<K> {
     fn preempt(&mut self, slot: usize) -> Option<Change<K>> {
         let Running { sequence, overtook, .. } = self.vacate(slot)?;
         self.serial += 1;
-        let runs = |queue: &Queue<K>| queue.used.sequences > 0;
-        let has_others = self.queues.get(&sequence.request.party()).is_some_and(runs);
+        let runs = |line: &PartyLine<K>| line.used.sequences > 0;
+        let has_others = self.lines.get(&sequence.request.party()).is_some_and(runs);
         let turn = sequence.turn.filter(|_| overtook || !has_others);
         self.add_waiting(Sequence { turn, serial: self.serial, ..sequence });
         Some(Change::Preempted { key: sequence.key, slot })
@@ -709,22 +804,29 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// Whether the answers of other requesters have had as much time as a window takes, since a window of the same party
-    /// was last encoded.
+    /// was last encoded. The same between queues.
     fn leaves_time_for(&self, decoding: &[(usize, &Running<K>)], window: &Running<K>) -> bool {
-        let request = window.sequence.request;
-        let last = self.queues.get(&request.party()).and_then(|queue| queue.window_step);
-        let steps = last.map_or(usize::MAX, |last| self.token_steps - last);
-        steps >= self.steps_per_window
-            || decoding.iter().all(|(_, it)| it.sequence.request.requester == request.requester)
+        let owner = window.sequence.request.owner;
+        let has_passed = |last: Option<usize>| {
+            last.map_or(usize::MAX, |last| self.token_steps - last) >= self.steps_per_window
+        };
+        let all_are = |matches: &dyn Fn(Owner) -> bool| {
+            decoding.iter().all(|(_, it)| matches(it.sequence.request.owner))
+        };
+        let of_party = self.lines.get(&window.sequence.request.party()).and_then(|line| line.window_step);
+        let of_queue = self.queue_window_steps.get(&owner.queue.queue).copied();
+        (has_passed(of_party) || all_are(&|it| (it.queue, it.requester) == (owner.queue, owner.requester)))
+            && (has_passed(of_queue) || all_are(&|it| it.queue == owner.queue))
     }
 
     /// Rows for at most `max` of these windows. The sequences are in the order of their admission.
     fn window_rows(&self, waiting: &[(usize, &Running<K>)], max: usize) -> Vec<Row<K>> {
         let window = |(_, it): &(usize, &Running<K>)| {
             let Sequence { request, arrival, .. } = it.sequence;
-            let requester = request.party();
-            let encoded_at = self.queues.get(&requester).and_then(|queue| queue.encoded_at);
-            Window { requester, since: encoded_at.map_or(arrival, |encoded_at| encoded_at.max(arrival)) }
+            let (requester, queue) = (request.party(), request.owner.queue);
+            let encoded_at = self.lines.get(&requester).and_then(|line| line.encoded_at);
+            let since = encoded_at.map_or(arrival, |encoded_at| encoded_at.max(arrival));
+            Window { queue, queue_start: self.encoded.start(queue), requester, since }
         };
         let windows: Vec<Window<Party>> = waiting.iter().map(window).collect();
         let chosen = windows::choose(&windows, max).into_iter().filter_map(|index| waiting.get(index));
@@ -735,17 +837,22 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// that a requester whose windows fail takes turns with the others, too.
     fn note_window(&mut self, slot: usize, now: Instant) {
         let token_steps = self.token_steps;
-        if let Some(queue) = self.note_encoded(slot, now) {
-            queue.window_step = Some(token_steps);
+        if let Some(line) = self.note_encoded(slot, now) {
+            line.window_step = Some(token_steps);
+        }
+        if let Some(running) = self.running.get(slot).and_then(Option::as_ref) {
+            let queue = running.sequence.request.owner.queue;
+            self.encoded.serve(queue, 1);
+            self.queue_window_steps.insert(queue.queue, token_steps);
         }
     }
 
     /// Records when a window of the party in this slot was last encoded, and returns the party's queue.
-    fn note_encoded(&mut self, slot: usize, now: Instant) -> Option<&mut Queue<K>> {
+    fn note_encoded(&mut self, slot: usize, now: Instant) -> Option<&mut PartyLine<K>> {
         let running = self.running.get(slot).and_then(Option::as_ref)?;
-        let queue = self.queues.get_mut(&running.sequence.request.party())?;
-        queue.encoded_at = Some(now);
-        Some(queue)
+        let line = self.lines.get_mut(&running.sequence.request.party())?;
+        line.encoded_at = Some(now);
+        Some(line)
     }
 
     /// A row for each sequence that decodes. If they are too many for a step, they take turns.
@@ -788,6 +895,7 @@ impl<K: Copy + Ord> Scheduler<K> {
 /// Chunks of prompts, `budget` tokens in all. The sequences are in the order of their admission.
 fn prompt_rows<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<Row<K>> {
     let prompt = |(_, it): &(usize, &Running<K>)| Prompt {
+        queue: it.sequence.request.owner.queue,
         requester: it.sequence.request.party(),
         remaining: it.prompt_left,
     };
@@ -804,6 +912,8 @@ fn prompt_rows<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -812,8 +922,8 @@ mod tests {
     const LIMITS: Limits = Limits { sequences: 4, reserved_tokens: 100, step_tokens: 16, encoding: ENCODING };
 
     fn request(prompt: usize, answer: usize) -> Request {
-        let (priority, requester) = (0, 0);
-        Request { has_window: false, prompt, answer, priority, requester, background: false, group: None }
+        let owner = Owner::default();
+        Request { has_window: false, prompt, answer, priority: 0, owner, group: None }
     }
 
     fn window(prompt: usize, answer: usize) -> Request {
@@ -822,11 +932,25 @@ mod tests {
 
     /// A sequence of this requester.
     fn from(requester: u64, prompt: usize, answer: usize) -> Request {
-        Request { requester, ..request(prompt, answer) }
+        request(prompt, answer).of(requester)
+    }
+
+    impl Request {
+        fn of(mut self, requester: u64) -> Self {
+            self.owner.requester = requester;
+            self
+        }
+
+        fn in_queue(mut self, queue: usize, share: u32) -> Self {
+            self.owner.queue = QueueShare { queue, share };
+            self
+        }
     }
 
     fn background(prompt: usize, answer: usize) -> Request {
-        Request { background: true, ..request(prompt, answer) }
+        let mut request = request(prompt, answer);
+        request.owner.background = true;
+        request
     }
 
     fn admitted(key: u32, slot: usize) -> Change<u32> {
@@ -938,7 +1062,8 @@ mod tests {
                 assert_eq!(fed, decoding.len().min(step_tokens), "each sequence that decodes goes on");
             }
             let waits = |it: &Running<u32>| it.must_encode && rows_of(&it.sequence.key) == 0;
-            for (_, it) in running.iter().filter(|(_, it)| waits(it) && !it.sequence.request.background) {
+            for (_, it) in running.iter().filter(|(_, it)| waits(it) && !it.sequence.request.owner.background)
+            {
                 let (tokens, others) = self.waited.entry(it.sequence.key).or_default();
                 assert!(*others <= max_windows, "{others} steps had other windows");
                 assert!(*tokens <= interval * (max_windows + 1), "{tokens} steps had none");
@@ -949,7 +1074,8 @@ mod tests {
         /// Checks that no ordinary sequence within its share waits if preempting those beyond theirs makes room.
         fn check_shares(&self, isolated: Option<Group>) {
             let scheduler = &self.scheduler;
-            if isolated.is_some() || scheduler.share().limit.sequences == 0 {
+            let division = scheduler.division();
+            if isolated.is_some() || division.parts.values().any(|part| part.share.limit.sequences == 0) {
                 return;
             }
             let beyond = scheduler.preemptible(None).into_iter().filter(|it| it.beyond_share);
@@ -957,7 +1083,7 @@ mod tests {
             let candidates = scheduler.candidates(None, self.now);
             let mut within = candidates
                 .iter()
-                .filter(|it| it.rank == Rank::WithinShare && !it.sequence.request.background);
+                .filter(|it| it.rank == Rank::WithinShare && !it.sequence.request.owner.background);
             let waits = within.find(|it| scheduler.fits(&it.sequence.request, used));
             assert!(
                 waits.is_none(),
@@ -967,7 +1093,7 @@ mod tests {
         }
 
         fn is_idle(&self) -> bool {
-            self.scheduler.queues.is_empty()
+            self.scheduler.lines.is_empty()
         }
 
         /// Computes steps until this sequence has ended. Returns their number.
@@ -1363,11 +1489,11 @@ mod tests {
         for (requester, steps) in [(1, 8), (2, 50)] {
             let mut run = Run::new(Limits { sequences: 6, ..LIMITS });
             run.scheduler.set_steps_per_window(50);
-            run.enqueue(1, Request { requester: 1, ..request(4, 90) });
+            run.enqueue(1, request(4, 90).of(1));
             run.step(None);
-            run.enqueue(2, Request { requester, ..window(0, 1) });
+            run.enqueue(2, window(0, 1).of(requester));
             assert_eq!(contents(&run.step(None)), Windows(vec![2]), "no window was encoded before");
-            run.enqueue(3, Request { requester, ..window(0, 1) });
+            run.enqueue(3, window(0, 1).of(requester));
             let waits = (0..).find(|_| contents(&run.step(None)) == Windows(vec![3])).unwrap();
             assert_eq!(waits, steps, "requester {requester}");
         }
@@ -1388,21 +1514,21 @@ mod tests {
     #[test]
     fn a_thousand_windows_do_not_hold_up_another_requesters_first_one() {
         let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
-        run.enqueue_all(0..1_000, |_| Request { requester: 1, ..window(1, 20) });
+        run.enqueue_all(0..1_000, |_| window(1, 20).of(1));
         (0..100).for_each(|_| drop(run.step(None)));
-        run.enqueue(1_000, Request { requester: 2, ..window(1, 1) });
+        run.enqueue(1_000, window(1, 1).of(2));
         assert!(run.steps_until(1_000, 100) <= 20, "two windows, each after eight token steps");
     }
 
     #[test]
     fn a_window_that_arrives_while_another_requesters_is_encoded_is_next() {
         let mut run = Run::new(LIMITS);
-        (0..100).for_each(|key| run.enqueue(key, Request { requester: 1, ..window(1, 1) }));
+        (0..100).for_each(|key| run.enqueue(key, window(1, 1).of(1)));
         run.scheduler.limit_windows(1);
         run.admit(None);
         let first = run.scheduler.rows(None, usize::MAX, run.now)[0];
         run.now += Duration::from_millis(5);
-        run.enqueue(100, Request { requester: 2, ..window(1, 1) });
+        run.enqueue(100, window(1, 1).of(2));
         run.now += Duration::from_millis(5);
         run.scheduler.advance(&first, run.now);
         run.scheduler.remove(first.key, run.now);
@@ -1413,9 +1539,9 @@ mod tests {
     #[test]
     fn a_requester_whose_windows_fail_does_not_hold_up_another() {
         let mut run = Run::new(LIMITS);
-        (0..100).for_each(|key| run.enqueue(key, Request { requester: 1, ..window(1, 1) }));
+        (0..100).for_each(|key| run.enqueue(key, window(1, 1).of(1)));
         run.scheduler.limit_windows(1);
-        run.enqueue(100, Request { requester: 2, ..window(1, 1) });
+        run.enqueue(100, window(1, 1).of(2));
         run.now += Duration::from_millis(10);
         let order = [(); 3].map(|()| {
             run.admit(None);
@@ -1446,13 +1572,67 @@ mod tests {
         let mut run = Run::new(LIMITS);
         run.enqueue_all(0..4, |_| from(1, 1, 20));
         run.scheduler.remove(3, run.now);
-        run.enqueue(3, Request { requester: 1, ..window(1, 20) });
+        run.enqueue(3, window(1, 20).of(1));
         assert_eq!(run.admit(None).len(), 4);
         while contents(&run.step(None)) != Windows(vec![3]) {}
         run.enqueue(9, from(2, 1, 1));
         assert_eq!(run.admit(None), [preempted(3, 3), admitted(9, 3)]);
         let again = (0..30).filter(|_| contents(&run.step(None)) == Windows(vec![3])).count();
         assert_eq!(again, 1);
+    }
+
+    /// A scheduler with four slots, and 500 requesters that flood queue 0.
+    fn flooded(shares: [u32; 2]) -> Run {
+        let mut run = Run::new(Limits { reserved_tokens: 1_000, ..LIMITS });
+        run.enqueue_all(0..500, |key| from(key.into(), 1, 100).in_queue(0, shares[0]));
+        (0..10).for_each(|_| drop(run.step(None)));
+        run
+    }
+
+    #[test]
+    fn a_flood_of_many_requesters_in_one_queue_delays_another_queue_by_no_step() {
+        let mut run = flooded([1_000, 1_000]);
+        for key in 1_000..1_010 {
+            run.enqueue(key, from(1, 1, 1).in_queue(1, 1_000));
+            assert_eq!(run.steps_until(key, 2), 1);
+        }
+    }
+
+    #[test]
+    fn running_sequences_are_divided_among_queues_by_their_shares() {
+        let mut run = flooded([3_000, 1_000]);
+        run.enqueue_all(1_000..1_500, |key| from(key.into(), 1, 100).in_queue(1, 1_000));
+        let mut of_second = 0;
+        for _ in 0..1_000 {
+            of_second += run.step(None).iter().filter(|row| row.key >= 1_000).count();
+        }
+        assert!((950..=1_100).contains(&of_second), "{of_second} of 4,000 rows");
+    }
+
+    #[test]
+    fn a_queue_that_is_alone_uses_all_slots_and_gives_them_back_when_another_has_work() {
+        let mut run = Run::new(Limits { reserved_tokens: 1_000, ..LIMITS });
+        run.enqueue_all(0..8, |_| from(1, 1, 100).in_queue(0, 1));
+        run.step(None);
+        assert_eq!(run.scheduler.running().count(), 4);
+        run.enqueue_all(10..12, |_| from(2, 1, 100).in_queue(1, 1));
+        run.step(None);
+        let running: BTreeSet<u32> = run.scheduler.running().collect();
+        assert_eq!(running, BTreeSet::from([0, 1, 10, 11]));
+    }
+
+    #[test]
+    fn windows_of_a_flooded_queue_leave_time_for_the_answers_of_another() {
+        let mut run = Run::new(Limits { sequences: 6, ..LIMITS });
+        run.scheduler.set_steps_per_window(50);
+        run.enqueue(1, from(1, 4, 90).in_queue(1, 1_000));
+        run.step(None);
+        for key in 2..6 {
+            run.enqueue(key, window(0, 1).of(key.into()).in_queue(0, 1_000));
+        }
+        assert!(matches!(contents(&run.step(None)), Windows(_)), "no window was encoded before");
+        let waits = (0..).find(|_| matches!(contents(&run.step(None)), Windows(_))).unwrap();
+        assert_eq!(waits, 50, "whoever of the queue requested the next one");
     }
 
     #[derive(Clone, Copy, Debug)]
@@ -1470,7 +1650,8 @@ mod tests {
             (background, has_window) in (prop::bool::weighted(0.2), prop::bool::weighted(0.5)),
         ) -> Arrival {
             let prompt = if has_window { prompt - 1 } else { prompt };
-            let request = Request { has_window, prompt, answer, priority, requester, background, group: None };
+            let owner = Owner { queue: QueueShare::LONE, requester, background };
+            let request = Request { has_window, prompt, answer, priority, owner, group: None };
             Arrival { step, request, is_cancelled: fate == 0 }
         }
     }
@@ -1528,6 +1709,30 @@ mod tests {
             prop_assert!(run.scheduler.places.is_empty());
         }
 
+        /// Sequences of several queues end too, whatever the shares.
+        #[test]
+        fn no_queue_starves(
+            limits in limits(),
+            arrivals in prop::collection::vec((arrival(), 0_usize..3), 1..60),
+        ) {
+            let mut run = Run::new(limits);
+            let mut expected = Vec::new();
+            for steps in 0.. {
+                for (key, (it, queue)) in (0_u32..).zip(&arrivals) {
+                    if it.step == steps && it.request.tokens() <= limits.reserved_tokens {
+                        run.enqueue(key, it.request.in_queue(*queue, [500, 1_000, 7_000][*queue]));
+                        expected.push(key);
+                    }
+                }
+                let rows = run.step(None);
+                prop_assert!(run.scheduler.used.tokens <= limits.reserved_tokens);
+                if run.is_idle() && steps >= 30 { break; }
+                prop_assert!(run.is_idle() || !rows.is_empty(), "there is always a sequence that can run");
+                prop_assert!(steps < 60 * 100 * 8, "the run ends");
+            }
+            prop_assert!(expected.iter().all(|key| run.ended.contains_key(key)));
+        }
+
         /// Whatever others do, a sequence that is small beside its requester's share ends within two steps of its
         /// arrival.
         #[test]
@@ -1582,7 +1787,7 @@ mod tests {
                 for (key, it) in (0_u32..).zip(&arrivals) {
                     if it.step == steps { run.enqueue(key, it.request) }
                 }
-                if steps == arrival_step { run.enqueue(1_000, Request { requester: 9, ..window(0, 1) }) }
+                if steps == arrival_step { run.enqueue(1_000, window(0, 1).of(9)) }
                 run.step(None);
                 waited = run.waited.get(&1_000).map_or(waited, |(_, others)| *others);
                 if run.ended.contains_key(&1_000) { break; }

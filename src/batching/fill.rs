@@ -1,6 +1,8 @@
 //! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes. Owns the waiting inputs.
 //!
-//! - **Requesters take turns**, one input each. So before an input of one requester, at most one of each other is computed,
+//! - **Queues are served by their shares**, counted in tokens (`shares`). So a flood in one queue of a pool leaves the
+//!   order of the others as it is.
+//! - **Requesters of a queue take turns**, one input each. So before an input of one requester, at most one of each other is computed,
 //!   whatever number of tasks they have.
 //! - **Tasks of a requester take turns**, one input each, so that a small task does not wait for all inputs of a large one.
 //!   By turns alone, a task of several inputs would pass through the whole queue once for each. So the requester's oldest
@@ -10,6 +12,8 @@
 use std::mem;
 use std::time::{Duration, Instant};
 use std::vec::IntoIter;
+
+use super::shares::{Owner, QueueShare, Shares};
 
 /// A background task that has waited this long takes turns with the others: the worker holds its delivery, which the
 /// broker would eventually take back (`consumer_timeout`).
@@ -65,15 +69,6 @@ pub struct Batch<T> {
     pub tokens: usize,
 }
 
-/// Whose inputs they are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Owner {
-    /// The requester.
-    pub requester: u64,
-    /// Whether the task only fills what others leave of batches.
-    pub background: bool,
-}
-
 /// The waiting inputs of one task, at least one.
 struct Task<T> {
     inputs: IntoIter<T>,
@@ -91,12 +86,20 @@ struct Requester<T> {
     credit: usize,
 }
 
-/// Requesters that take turns.
-struct Line<T> {
+/// The requesters of one queue, which take turns.
+struct QueueLine<T> {
+    queue: QueueShare,
     /// In the order of their arrival.
     requesters: Vec<Requester<T>>,
     /// The index of the requester whose turn is next.
     turn: usize,
+}
+
+/// Queues that are served by their shares.
+struct Line<T> {
+    /// Each queue that ever had a task here.
+    queues: Vec<QueueLine<T>>,
+    shares: Shares,
 }
 
 /// The inputs that wait for a batch.
@@ -141,7 +144,7 @@ impl<T> Batcher<T> {
         self.inputs += inputs.len();
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
         let line = if owner.background { &mut self.background } else { &mut self.ordinary };
-        line.push(owner.requester, Task { inputs: inputs.into_iter(), since: now });
+        line.push(owner.queue, owner.requester, Task { inputs: inputs.into_iter(), since: now });
     }
 
     /// Adds further inputs of a task behind its waiting ones; `is_same` says whether an input belongs to this task. If
@@ -192,8 +195,8 @@ impl<T> Batcher<T> {
     }
 
     fn form_batch(&mut self, now: Instant) -> Batch<T> {
-        for (requester, task) in self.background.remove_old(now) {
-            self.ordinary.push(requester, task);
+        for (queue, requester, task) in self.background.remove_old(now) {
+            self.ordinary.push(queue, requester, task);
         }
         let max_tokens = self.policy.max_tokens;
         let mut batch = Batch { inputs: Vec::new(), tokens: 0 };
@@ -213,21 +216,93 @@ fn background_tokens(max_tokens: usize) -> usize {
 
 impl<T> Line<T> {
     fn new() -> Self {
-        Self { requesters: Vec::new(), turn: 0 }
+        Self { queues: Vec::new(), shares: Shares::default() }
     }
 
     fn is_empty(&self) -> bool {
-        self.requesters.is_empty()
+        self.queues.iter().all(|line| line.requesters.is_empty())
     }
 
     fn tasks(&self) -> impl Iterator<Item = &Task<T>> {
-        self.requesters.iter().flat_map(|requester| &requester.tasks)
+        self.queues.iter().flat_map(|line| &line.requesters).flat_map(|requester| &requester.tasks)
     }
 
     fn tasks_mut(&mut self) -> impl Iterator<Item = &mut Task<T>> {
-        self.requesters.iter_mut().flat_map(|requester| &mut requester.tasks)
+        let requesters = self.queues.iter_mut().flat_map(|line| &mut line.requesters);
+        requesters.flat_map(|requester| &mut requester.tasks)
     }
 
+    fn push(&mut self, queue: QueueShare, requester: u64, task: Task<T>) {
+        match self.queues.iter_mut().find(|known| known.queue == queue) {
+            Some(known) => known.push(requester, task),
+            None => {
+                let mut line = QueueLine { queue, requesters: Vec::new(), turn: 0 };
+                line.push(requester, task);
+                self.queues.push(line);
+            }
+        }
+    }
+
+    /// Removes the tasks that have waited for [`BACKGROUND_WAIT`], and returns them with their queues and requesters.
+    fn remove_old(&mut self, now: Instant) -> Vec<(QueueShare, u64, Task<T>)> {
+        let is_old = |task: &Task<T>| task.since + BACKGROUND_WAIT <= now;
+        if !self.tasks().any(is_old) {
+            return Vec::new();
+        }
+        let mut old = Vec::new();
+        for line in &mut self.queues {
+            for requester in &mut line.requesters {
+                let (removed, young): (Vec<_>, _) =
+                    mem::take(&mut requester.tasks).into_iter().partition(is_old);
+                old.extend(removed.into_iter().map(|task| (line.queue, requester.id, task)));
+                (requester.tasks, requester.turn) = (young, 0);
+            }
+            line.remove_empty();
+        }
+        old
+    }
+
+    /// Adds inputs to `batch`, each of the queue that is next by its share, until one does not fit. Smaller inputs behind
+    /// it do not overtake it. The first input of a batch is taken whatever its size.
+    fn add_to(&mut self, batch: &mut Batch<T>, size: fn(&T) -> usize, policy: Policy) {
+        let Policy { max_tokens, max_requests, .. } = policy;
+        let mut inputs = batch.inputs.len();
+        let mut choices: Vec<Vec<Choice>> =
+            self.queues.iter().map(|line| line.requesters.iter().map(Choice::new).collect()).collect();
+        // The queues that may have further inputs.
+        let mut open: Vec<usize> = (0..self.queues.len()).collect();
+        while let Some((position, index)) = open
+            .iter()
+            .copied()
+            .enumerate()
+            .min_by_key(|(_, index)| self.shares.start(self.queues[*index].queue))
+        {
+            let (line, choices) = (&mut self.queues[index], &mut choices[index]);
+            let Some(next) = line.next(choices, size) else {
+                open.remove(position);
+                continue;
+            };
+            if inputs > 0 && (inputs >= max_requests || batch.tokens + next.tokens > max_tokens) {
+                break;
+            }
+            inputs += 1;
+            batch.tokens += next.tokens;
+            line.take(choices, next, max_tokens);
+            self.shares.serve(line.queue, next.tokens as u64);
+        }
+        for (line, choices) in self.queues.iter_mut().zip(choices) {
+            for (requester, choice) in line.requesters.iter_mut().zip(choices) {
+                for (task, count) in requester.tasks.iter_mut().zip(&choice.taken) {
+                    batch.inputs.extend(task.inputs.by_ref().take(*count));
+                }
+                requester.remove_finished();
+            }
+            line.remove_empty();
+        }
+    }
+}
+
+impl<T> QueueLine<T> {
     fn push(&mut self, requester: u64, task: Task<T>) {
         match self.requesters.iter_mut().find(|known| known.id == requester) {
             Some(known) => known.tasks.push(task),
@@ -237,51 +312,22 @@ impl<T> Line<T> {
         }
     }
 
-    /// Removes the tasks that have waited for [`BACKGROUND_WAIT`], and returns them with their requesters.
-    fn remove_old(&mut self, now: Instant) -> Vec<(u64, Task<T>)> {
-        let is_old = |task: &Task<T>| task.since + BACKGROUND_WAIT <= now;
-        if !self.tasks().any(is_old) {
-            return Vec::new();
-        }
-        let mut old = Vec::new();
-        for requester in &mut self.requesters {
-            let (removed, young): (Vec<_>, _) = mem::take(&mut requester.tasks).into_iter().partition(is_old);
-            old.extend(removed.into_iter().map(|task| (requester.id, task)));
-            (requester.tasks, requester.turn) = (young, 0);
-        }
-        self.remove_empty();
-        old
-    }
-
-    /// Adds inputs to `batch`: one of each requester in turn, until one does not fit. Smaller inputs behind it do not
-    /// overtake it. The first input of a batch is taken whatever its size.
-    fn add_to(&mut self, batch: &mut Batch<T>, size: fn(&T) -> usize, policy: Policy) {
-        let Policy { max_tokens, max_requests, .. } = policy;
-        let mut inputs = batch.inputs.len();
-        let mut choices: Vec<Choice> = self.requesters.iter().map(Choice::new).collect();
-        let mut without_input_in_a_row = 0;
-        while without_input_in_a_row < self.requesters.len() {
-            let (requester, choice) = (&mut self.requesters[self.turn], &mut choices[self.turn]);
-            if let Some(next) = choice.next(requester, size) {
-                if inputs > 0 && (inputs >= max_requests || batch.tokens + next.tokens > max_tokens) {
-                    break;
-                }
-                inputs += 1;
-                batch.tokens += next.tokens;
-                choice.take(requester, next, max_tokens);
-                without_input_in_a_row = 0;
-            } else {
-                without_input_in_a_row += 1;
+    /// The next input: that of the requester whose turn it is, or of the first one after it that has further inputs.
+    /// None if all inputs are chosen. `choices` has one of each requester.
+    fn next(&mut self, choices: &mut [Choice], size: fn(&T) -> usize) -> Option<NextInput> {
+        for _ in 0..self.requesters.len() {
+            if let Some(next) = choices[self.turn].next(&self.requesters[self.turn], size) {
+                return Some(next);
             }
             self.turn = (self.turn + 1) % self.requesters.len();
         }
-        for (requester, choice) in self.requesters.iter_mut().zip(choices) {
-            for (task, count) in requester.tasks.iter_mut().zip(&choice.taken) {
-                batch.inputs.extend(task.inputs.by_ref().take(*count));
-            }
-            requester.remove_finished();
-        }
-        self.remove_empty();
+        None
+    }
+
+    /// Takes the input that [`QueueLine::next`] has returned.
+    fn take(&mut self, choices: &mut [Choice], next: NextInput, max_tokens: usize) {
+        choices[self.turn].take(&mut self.requesters[self.turn], next, max_tokens);
+        self.turn = (self.turn + 1) % self.requesters.len();
     }
 
     fn remove_empty(&mut self) {
@@ -358,8 +404,8 @@ mod tests {
     use super::*;
 
     const DELAY: Duration = Duration::from_millis(2);
-    const OWNER: Owner = Owner { requester: 1, background: false };
-    const BACKGROUND: Owner = Owner { requester: 1, background: true };
+    const OWNER: Owner = Owner { queue: QueueShare::LONE, requester: 1, background: false };
+    const BACKGROUND: Owner = Owner { background: true, ..OWNER };
 
     /// An input: its number, and its tokens.
     type Input = (usize, usize);
@@ -542,6 +588,42 @@ mod tests {
         let of_innocent: Vec<usize> =
             (0..batches.len()).filter(|batch| numbers(&batches[*batch])[0] >= 10_000).collect();
         assert_eq!(of_innocent, [1, 3, 5, 7, 9]);
+    }
+
+    #[test]
+    fn queues_get_their_shares_of_the_tokens_whatever_the_number_of_their_requesters() {
+        let (mut batcher, now) = (batcher(80, 99), Instant::now());
+        let queue = |queue, share, requester| Owner {
+            queue: QueueShare { queue, share },
+            requester,
+            background: false,
+        };
+        // Each of the flood's tasks has a requester of its own.
+        (0..400).for_each(|number| batcher.push(vec![(number, 10)], queue(0, 1_000, number as u64), now));
+        (400..500).for_each(|number| batcher.push(vec![(number, 20)], queue(1, 3_000, 7), now));
+        let batches: Vec<_> = (0..20).map(|_| batcher.take(now, DeviceState::Idle, false).unwrap()).collect();
+        let of_second = |batch: &Batch<Input>| {
+            batch.inputs.iter().filter(|(number, _)| *number >= 400).map(|(_, tokens)| tokens).sum::<usize>()
+        };
+        let tokens: usize = batches.iter().map(of_second).sum();
+        let all: usize = batches.iter().map(|batch| batch.tokens).sum();
+        assert!(tokens.abs_diff(all * 3 / 4) <= 40, "{tokens} of {all} tokens");
+    }
+
+    #[test]
+    fn a_lone_input_of_another_queue_is_in_the_next_batch_and_a_lone_queue_fills_all() {
+        let (mut batcher, now) = (batcher(100, 4), Instant::now());
+        (0..100).for_each(|number| {
+            let owner = Owner { requester: number as u64, ..OWNER };
+            batcher.push(vec![(number, 10)], owner, now);
+        });
+        assert_eq!(batcher.take(now, DeviceState::Idle, false).unwrap().inputs.len(), 4);
+        let other = Owner { queue: QueueShare { queue: 5, share: 1 }, requester: 1, background: false };
+        batcher.push(vec![(1_000, 10)], other, now);
+        let next = numbers(&batcher.take(now, DeviceState::Idle, false).unwrap());
+        assert!(next.contains(&1_000), "{next:?}");
+        batcher.push(vec![(2_000, 10)], Owner { background: true, ..other }, now);
+        assert_eq!(batcher.take(now, DeviceState::Idle, false).unwrap().inputs.len(), 4);
     }
 
     proptest! {

@@ -1,6 +1,7 @@
-//! Divides the prompt tokens of a step: first among requesters, then among the prompts of each requester. Pure.
+//! Divides the prompt tokens of a step: first among queues by their shares, then among the requesters of a queue, then
+//! among the prompts of each requester. Pure.
 //!
-//! - Each requester gets an equal share. The part that a requester does not need is divided among the others (max-min
+//! - The requesters of a queue get equal shares. The part that a requester does not need is divided among the others (max-min
 //!   fairness). So a short prompt does not wait for long ones of other requesters.
 //! - Half of a requester's share goes to its oldest prompt (the one admitted first), so that every prompt is fed
 //!   eventually. The other half goes to the prompts with the fewest tokens left, so that a short prompt does not wait
@@ -10,9 +11,13 @@
 
 use std::collections::BTreeMap;
 
+use super::shares::{QueueShare, divide_by_weight};
+
 /// A prompt with tokens that are not fed yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prompt<R> {
+    /// The queue that it came from.
+    pub queue: QueueShare,
     /// Whose it is.
     pub requester: R,
     /// Tokens that are not fed yet, at least 1.
@@ -22,21 +27,22 @@ pub struct Prompt<R> {
 /// How many tokens of each prompt are fed in a step that has `budget` tokens for them. `prompts` is in the order of
 /// admission.
 pub fn divide<R: Ord + Copy>(prompts: &[Prompt<R>], budget: usize) -> Vec<usize> {
-    let mut by_requester: BTreeMap<R, Vec<usize>> = BTreeMap::new();
+    let mut by_queue: BTreeMap<QueueShare, BTreeMap<R, Vec<usize>>> = BTreeMap::new();
     for (index, prompt) in prompts.iter().enumerate() {
-        by_requester.entry(prompt.requester).or_default().push(index);
+        let requesters = by_queue.entry(prompt.queue).or_default();
+        requesters.entry(prompt.requester).or_default().push(index);
     }
     let need = |indices: &Vec<usize>| indices.iter().map(|index| prompts[*index].remaining).sum::<usize>();
-    let mut requesters: Vec<(usize, Vec<usize>)> =
-        by_requester.into_values().map(|indices| (need(&indices), indices)).collect();
-    // The requester that needs least comes first; the part of its share that it does not need goes to the later ones.
-    requesters.sort_by_key(|(need, _)| *need);
+    let queues: Vec<(u32, usize)> = by_queue
+        .iter()
+        .map(|(queue, requesters)| (queue.share, requesters.values().map(need).sum()))
+        .collect();
     let mut chunks = vec![0; prompts.len()];
-    let (mut budget_left, count) = (budget, requesters.len());
-    for (served, (need, indices)) in requesters.into_iter().enumerate() {
-        let share = budget_left.div_ceil(count - served).min(need);
-        budget_left -= share;
-        divide_share(prompts, &indices, share, &mut chunks);
+    for (requesters, tokens) in by_queue.values().zip(divide_by_weight(&queues, budget)) {
+        let parts: Vec<(u32, usize)> = requesters.values().map(|indices| (1, need(indices))).collect();
+        for (indices, share) in requesters.values().zip(divide_by_weight(&parts, tokens)) {
+            divide_share(prompts, indices, share, &mut chunks);
+        }
     }
     chunks
 }
@@ -65,8 +71,20 @@ mod tests {
 
     fn divided(prompts: &[(u8, usize)], budget: usize) -> Vec<usize> {
         let prompts: Vec<_> =
-            prompts.iter().map(|&(requester, remaining)| Prompt { requester, remaining }).collect();
+            prompts.iter().map(|&(requester, remaining)| prompt(0, requester, remaining)).collect();
         divide(&prompts, budget)
+    }
+
+    fn prompt(queue: usize, requester: u8, remaining: usize) -> Prompt<u8> {
+        let share = if queue == 0 { 1_000 } else { 3_000 };
+        Prompt { queue: QueueShare { queue, share }, requester, remaining }
+    }
+
+    #[test]
+    fn queues_share_by_weight_whatever_the_number_of_their_requesters() {
+        let mut prompts: Vec<_> = (0..4).map(|requester| prompt(0, requester, 4_000)).collect();
+        prompts.push(prompt(1, 0, 4_000));
+        assert_eq!(divide(&prompts, 512), [32, 32, 32, 32, 384]);
     }
 
     #[test]

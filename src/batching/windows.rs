@@ -1,13 +1,15 @@
 //! Decides whose windows a step encodes. A window is input that the encoder of a sequence processes as a whole: 30 s of
 //! sound, or an image. Pure.
 //!
-//! Requesters take turns: the next window of every requester is encoded before a second one of any. The requester that
+//! Queues are served by their shares. Within a queue, requesters take turns: the next window of every requester is encoded before a second one of any. The requester that
 //! has waited longest since its window arrived, or since one of its windows was last encoded, comes first. So a
 //! requester with a thousand windows delays a window of another requester by at most one window, and new requesters
 //! cannot keep an old window waiting.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
+
+use super::shares::QueueShare;
 
 /// How an encoder's windows are spread among steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +29,10 @@ impl Default for Encoding {
 /// A window that waits to be encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window<R> {
+    /// The queue that it came from.
+    pub queue: QueueShare,
+    /// When the next window of that queue starts, as [`Shares::start`](super::Shares::start) says.
+    pub queue_start: u64,
     /// Whose it is.
     pub requester: R,
     /// When it arrived, or when a window of its requester was last encoded, whichever is later.
@@ -37,14 +43,24 @@ pub struct Window<R> {
 pub fn choose<R: Ord + Copy>(windows: &[Window<R>], max: usize) -> Vec<usize> {
     let mut counts: BTreeMap<R, usize> = BTreeMap::new();
     let mut turns: Vec<(usize, Instant, usize)> = Vec::with_capacity(windows.len());
-    for (index, Window { requester, since }) in windows.iter().enumerate() {
+    for (index, Window { requester, since, .. }) in windows.iter().enumerate() {
         // In round n, each requester has its n-th window encoded.
         let round = counts.entry(*requester).or_default();
         turns.push((*round, *since, index));
         *round += 1;
     }
     turns.sort_unstable();
-    turns.into_iter().take(max).map(|(_, _, index)| index).collect()
+    let mut starts: BTreeMap<usize, u64> = BTreeMap::new();
+    let mut by_queue: Vec<(u64, usize)> = Vec::with_capacity(windows.len());
+    for (_, _, index) in turns {
+        let Window { queue, queue_start, .. } = windows[index];
+        let start = starts.entry(queue.queue).or_insert(queue_start);
+        by_queue.push((*start, index));
+        *start = start.saturating_add(queue.virtual_time(1));
+    }
+    // Windows of one queue keep their order, because the sort is stable.
+    by_queue.sort_by_key(|(start, _)| *start);
+    by_queue.into_iter().take(max).map(|(_, index)| index).collect()
 }
 
 #[cfg(test)]
@@ -56,8 +72,12 @@ mod tests {
     #[test]
     fn every_requesters_next_window_precedes_a_second_one_of_any() {
         let begun = Instant::now();
-        let window =
-            |(requester, since): (u8, u64)| Window { requester, since: begun + Duration::from_secs(since) };
+        let window = |(requester, since): (u8, u64)| Window {
+            queue: QueueShare::LONE,
+            queue_start: 0,
+            requester,
+            since: begun + Duration::from_secs(since),
+        };
         let chosen = |windows: &[(u8, u64)], max: usize| {
             choose(&windows.iter().copied().map(window).collect::<Vec<_>>(), max)
         };

@@ -50,9 +50,10 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    deliveries: Option<mpsc::Sender<Event>>,
-    /// Deliveries for the next session.
-    waiting: Vec<Event>,
+    /// Of each queue that is consumed; empty without a session.
+    deliveries: Vec<mpsc::Sender<Event>>,
+    /// Deliveries for the next session, with their queues.
+    waiting: Vec<(Source, Event)>,
     sessions: u64,
     tags: u64,
     settled: Vec<Settled>,
@@ -68,7 +69,7 @@ struct State {
 impl Delivery {
     /// A delivery with this number, of a message that was delivered `earlier` times before.
     pub(crate) fn made(message: Message, tag: u64, earlier: u64) -> Self {
-        let delivery_tag = DeliveryTag { source: Source::Main, session: 1, tag };
+        let delivery_tag = DeliveryTag { source: Source::FIRST, session: 1, tag };
         let (routing_key, redelivered, delivery_count) = (None, earlier > 0, Some(earlier));
         Self { message, delivery_tag, routing_key, redelivered, delivery_count }
     }
@@ -80,16 +81,25 @@ impl Memory {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
     }
 
+    /// Delivers messages from one of the pool's queues.
+    pub(crate) fn deliver_from(&self, source: Source, messages: impl IntoIterator<Item = Message>) {
+        messages.into_iter().for_each(|message| self.deliver_one(source, message, 0));
+    }
+
     /// Delivers a message that was delivered `earlier` times before.
     pub(crate) fn deliver_again(&self, message: Message, earlier: u64) {
+        self.deliver_one(Source::FIRST, message, earlier);
+    }
+
+    fn deliver_one(&self, source: Source, message: Message, earlier: u64) {
         let mut state = self.0.state.lock();
         state.tags += 1;
         let mut delivery = Delivery::made(message, state.tags, earlier);
-        delivery.delivery_tag.session = state.sessions.max(1);
+        (delivery.delivery_tag.source, delivery.delivery_tag.session) = (source, state.sessions.max(1));
         let event = Event::Delivery(Box::new(delivery));
-        match &state.deliveries {
+        match state.deliveries.get(source.0) {
             Some(deliveries) => drop(deliveries.try_send(event)),
-            None => state.waiting.push(event),
+            None => state.waiting.push((source, event)),
         }
     }
 
@@ -98,13 +108,13 @@ impl Memory {
         let mut state = self.0.state.lock();
         let session = state.sessions;
         state.sessions += 1;
-        if let Some(deliveries) = &state.deliveries {
-            drop(deliveries.try_send(Event::Lost { source: Source::Main, session }));
+        for (index, deliveries) in state.deliveries.iter().enumerate() {
+            drop(deliveries.try_send(Event::Lost { source: Source(index), session }));
         }
     }
 
     pub(crate) fn has_session(&self) -> bool {
-        self.0.state.lock().deliveries.is_some()
+        !self.0.state.lock().deliveries.is_empty()
     }
 
     /// Sets how a queue reacts to messages from now on.
@@ -140,11 +150,6 @@ impl Memory {
         self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
     }
 
-    /// Waits until something is settled or published.
-    pub(crate) async fn wait_for_change(&self) {
-        in_time(self.0.changed.notified()).await;
-    }
-
     async fn until<T>(&self, found: impl Fn(&Self) -> Option<T>) -> T {
         loop {
             let changed = self.0.changed.notified();
@@ -155,19 +160,27 @@ impl Memory {
         }
     }
 
-    /// Opens a session, with the deliveries that wait for it.
+    /// Opens a session of one queue, with the deliveries that wait for it.
     pub(crate) fn open(&self) -> BrokerSession {
-        let (deliveries, events) = mpsc::channel(1_000);
+        self.open_queues(1)
+    }
+
+    /// Opens a session of several queues.
+    pub(crate) fn open_queues(&self, queues: usize) -> BrokerSession {
+        let (senders, receivers): (Vec<_>, Vec<_>) = (0..queues).map(|_| mpsc::channel(10_000)).unzip();
         let mut state = self.0.state.lock();
         state.sessions += 1;
-        for event in std::mem::take(&mut state.waiting) {
-            drop(deliveries.try_send(event));
+        for (source, event) in std::mem::take(&mut state.waiting) {
+            drop(senders[source.0].try_send(event));
         }
-        state.deliveries = Some(deliveries);
+        state.deliveries = senders;
         drop(state);
-        let consumer = Box::new(Session { memory: self.clone(), events });
+        let session = |events| Box::new(Session { memory: self.clone(), events }) as Box<dyn Consumer>;
+        let mut consumers = receivers.into_iter().map(session);
+        let consumer = consumers.next().expect("a queue");
+        let further = consumers.collect();
         let (acker, publisher) = (Arc::new(self.clone()), Arc::new(self.clone()));
-        BrokerSession { consumer, background: None, acker, publisher }
+        BrokerSession { consumer, further, acker, publisher }
     }
 
     /// Handles a message that is published to a queue. Retry queues of a queue have the name `<queue>, later`.
@@ -223,7 +236,7 @@ impl Consumer for Session {
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
-        self.memory.0.state.lock().deliveries = None;
+        self.memory.0.state.lock().deliveries.clear();
         Box::pin(ready(()))
     }
 

@@ -115,10 +115,10 @@ pub trait Acker: Send + Sync {
 
 /// The consumer, acker and publisher of one worker.
 pub struct BrokerSession {
-    /// Receives deliveries.
+    /// Receives the deliveries of the only queue, or of the pool's first one.
     pub consumer: Box<dyn Consumer>,
-    /// Receives the deliveries of the background queue, if the pool has one.
-    pub background: Option<Box<dyn Consumer>>,
+    /// Each receives the deliveries of a further queue of the pool, in their order.
+    pub further: Vec<Box<dyn Consumer>>,
     /// Settles deliveries.
     pub acker: Arc<dyn Acker>,
     /// Publishes replies and other messages.

@@ -1,40 +1,46 @@
-//! The two queues that a pool may consume: the source of a delivery, a pair of values for them, and the acker of both.
+//! The queues that a pool consumes: the source of a delivery, a value for each queue, and the acker of all.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
 use futures_util::FutureExt as _;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, join_all};
 
 use super::{Acker, DeliveryTag};
 
-/// The queue that a message was delivered from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Source {
-    /// The pool's task queue.
-    Main,
-    /// The pool's background queue.
-    Background,
+/// The queue that a message was delivered from: its index among the pool's queues.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Source(pub usize);
+
+impl Source {
+    /// The pool's first queue, or the only queue of a consumer.
+    pub const FIRST: Self = Self(0);
 }
 
-/// One value for the task queue and one for the background queue.
+/// One value for each of the pool's queues, at least one.
 #[derive(Clone, Debug, Default)]
-pub struct PerSource<T> {
-    /// For the task queue.
-    pub main: T,
-    /// For the background queue.
-    pub background: T,
-}
+pub struct PerSource<T>(Vec<T>);
 
 impl<T> PerSource<T> {
-    /// Both values.
+    /// All values, in the order of the queues.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
-        [&self.main, &self.background].into_iter()
+        self.0.iter()
     }
 
-    /// Both values, mutably.
+    /// All values, mutably.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        [&mut self.main, &mut self.background].into_iter()
+        self.0.iter_mut()
+    }
+
+    /// The number of queues.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl<T> FromIterator<T> for PerSource<T> {
+    fn from_iter<I: IntoIterator<Item = T>>(values: I) -> Self {
+        Self(values.into_iter().collect())
     }
 }
 
@@ -42,23 +48,17 @@ impl<T> Index<Source> for PerSource<T> {
     type Output = T;
 
     fn index(&self, source: Source) -> &T {
-        match source {
-            Source::Main => &self.main,
-            Source::Background => &self.background,
-        }
+        &self.0[source.0]
     }
 }
 
 impl<T> IndexMut<Source> for PerSource<T> {
     fn index_mut(&mut self, source: Source) -> &mut T {
-        match source {
-            Source::Main => &mut self.main,
-            Source::Background => &mut self.background,
-        }
+        &mut self.0[source.0]
     }
 }
 
-/// Settles the deliveries of two consumers, each with its own acker. `is_connected` and `trouble` report on the task
+/// Settles the deliveries of several consumers, each with its own acker. `is_connected` and `trouble` report on the first
 /// queue's session.
 impl Acker for PerSource<Arc<dyn Acker>> {
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
@@ -70,15 +70,15 @@ impl Acker for PerSource<Arc<dyn Acker>> {
     }
 
     fn flush(&self) -> BoxFuture<'_, ()> {
-        futures_util::future::join(self.main.flush(), self.background.flush()).map(|_| ()).boxed()
+        join_all(self.iter().map(|acker| acker.flush())).map(|_| ()).boxed()
     }
 
     fn is_connected(&self) -> bool {
-        self.main.is_connected()
+        self[Source::FIRST].is_connected()
     }
 
     fn trouble(&self) -> Option<String> {
-        self.main.trouble()
+        self[Source::FIRST].trouble()
     }
 }
 
@@ -88,11 +88,11 @@ mod tests {
 
     #[test]
     fn a_lost_session_ends_its_own_and_earlier_deliveries_of_its_source() {
-        let tag = |source, session| DeliveryTag { source, session, tag: 1 };
-        assert!(tag(Source::Background, 2).is_over_with(Source::Background, 2));
-        assert!(tag(Source::Background, 1).is_over_with(Source::Background, 2));
-        assert!(!tag(Source::Background, 3).is_over_with(Source::Background, 2));
-        assert!(!tag(Source::Main, 1).is_over_with(Source::Background, 2));
-        assert!(tag(Source::Main, 9) < tag(Source::Background, 1), "deliveries of the task queue sort first");
+        let tag = |source, session| DeliveryTag { source: Source(source), session, tag: 1 };
+        assert!(tag(1, 2).is_over_with(Source(1), 2));
+        assert!(tag(1, 1).is_over_with(Source(1), 2));
+        assert!(!tag(1, 3).is_over_with(Source(1), 2));
+        assert!(!tag(0, 1).is_over_with(Source(1), 2));
+        assert!(tag(0, 9) < tag(1, 1), "deliveries of the first queue sort first");
     }
 }

@@ -47,6 +47,9 @@ pub struct Bench {
     /// The pool whose task queue to use; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
+    /// The queue of the pool; by default its first one
+    #[arg(long, value_name = "NAME")]
+    pub queue: Option<String>,
     /// Tasks to measure
     #[arg(long, value_name = "N", default_value = "2000", value_parser = count)]
     pub tasks: usize,

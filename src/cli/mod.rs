@@ -242,6 +242,9 @@ pub struct Publish {
     /// The pool whose task queue to use; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
+    /// The queue of the pool; by default its first one
+    #[arg(long, value_name = "NAME")]
+    pub queue: Option<String>,
 }
 
 /// `sconce stop`.
@@ -254,17 +257,24 @@ pub struct StopWorkers {
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "all",
         value_parser = clap::value_parser!(u32).range(1..))]
     pub workers: u32,
-    /// Stop every worker that consumes now
+    /// Stop every worker that consumes now. If the pool has several queues (`[[pool.queue]]`), refused while messages wait
+    /// in another one, because a sentinel follows only the messages of its own queue
     #[arg(long)]
     pub all: bool,
+    /// With --all: stop the workers although messages wait in other queues
+    #[arg(long, requires = "all")]
+    pub now: bool,
     /// The pool; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
+    /// The queue of the pool to which the sentinels are published; by default its first one
+    #[arg(long, value_name = "NAME")]
+    pub queue: Option<String>,
     /// A sentinel that no worker takes within this time expires and stops no worker
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
     pub expires: Duration,
     /// Withdraw those sentinels of an earlier `stop` that no worker has taken; STOP is the id that it printed
-    #[arg(long, value_name = "STOP", conflicts_with_all = ["workers", "all"], value_parser = printed_id)]
+    #[arg(long, value_name = "STOP", conflicts_with_all = ["workers", "all", "queue"], value_parser = printed_id)]
     pub withdraw: Option<String>,
 }
 

@@ -31,6 +31,9 @@ pub struct Submit {
     /// The pool that answers; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
+    /// The queue of the pool; by default its first one
+    #[arg(long, value_name = "NAME", conflicts_with = "background")]
+    pub queue: Option<String>,
     /// Publish to the pool's background queue, whose tasks only fill the room that other tasks leave in batches
     #[arg(long)]
     pub background: bool,

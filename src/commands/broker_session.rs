@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 
-use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, Topology, subscribe};
+use crate::broker::amqp::{
+    AmqpPublisher, Connector, Consumed, RefusalPolicy, Subscription, Topology, subscribe_all,
+};
 use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, PerSource, Source, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
-/// Opens a worker's session with its task queue and, if there is one, its background queue.
+/// Opens a worker's session with the queues of its pool.
 pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSession, BrokerError>> {
     Box::pin(async move {
         let Assignment { broker, pool, worker, .. } = assignment;
@@ -23,31 +25,26 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
         let name = format!("sconce {worker}");
         let refusals =
             if assignment.broker_reached { RefusalPolicy::Reached } else { RefusalPolicy::Service };
-        let subscribe_to = |queue: &str, source: Source| {
-            let (queue, topology) = (queue.to_owned(), topology.clone());
-            let name = match source {
-                Source::Main => name.clone(),
-                Source::Background => format!("{name} (background)"),
-            };
-            let connector = Connector::new(broker.clone(), name).with_refusals(refusals);
-            subscribe(connector, Subscription::Tasks { queue, topology, source }, prefetch)
-        };
-        let (consumer, acker) = subscribe_to(&pool.task_queue, Source::Main);
-        let background = pool.background_queue.as_ref().map(|queue| subscribe_to(queue, Source::Background));
-        let mut acker: Arc<dyn Acker> = Arc::new(acker);
-        let background = background.map(|(consumer, background_acker)| {
-            acker = Arc::new(PerSource {
-                main: acker.clone(),
-                background: Arc::new(background_acker) as Arc<dyn Acker>,
-            });
-            Box::new(consumer) as Box<dyn Consumer>
+        let subscriptions = pool.queues().into_iter().enumerate().map(|(index, queue)| Subscription::Tasks {
+            queue: queue.name,
+            topology: topology.clone(),
+            source: Source(index),
         });
+        let connector = Connector::new(broker.clone(), name.clone()).with_refusals(refusals);
+        let (consumers, ackers): (Vec<_>, Vec<_>) =
+            subscribe_all(connector, subscriptions, prefetch).into_iter().unzip();
+        let mut consumers = consumers.into_iter().map(|it| Box::new(it) as Box<dyn Consumer>);
+        let Some(consumer) = consumers.next() else {
+            let (broker, reason) = (pool.name.clone(), "the pool has no queue".to_owned());
+            return Err(BrokerError::Refused { broker, reason });
+        };
+        let ackers: PerSource<_> = ackers.into_iter().map(|it| Arc::new(it) as Arc<dyn Acker>).collect();
         // The publisher connects only when it sends the first message, after the consumer has a session.
         let connector = Connector::new(broker.clone(), format!("{name} (publisher)"));
         let connector = connector.with_refusals(RefusalPolicy::Reached);
         let large_reply = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
         let publisher = Arc::new(AmqpPublisher::for_pool(connector, large_reply, topology.clone()));
-        Ok(BrokerSession { consumer: Box::new(consumer), background, acker, publisher })
+        Ok(BrokerSession { consumer, further: consumers.collect(), acker: Arc::new(ackers), publisher })
     })
 }
 
@@ -59,8 +56,11 @@ fn embedded_socket(broker: &Broker) -> Option<&str> {
 /// The queues to declare for a pool; none with `declare = false`.
 pub(super) fn topology(broker: &Broker, pool: &Pool) -> Option<Topology> {
     broker.declare.then(|| Topology {
-        task_queue: pool.task_queue.clone(),
-        background_queue: pool.background_queue.clone(),
+        consumed: pool
+            .queues()
+            .into_iter()
+            .map(|queue| Consumed { name: queue.name, has_retries: !queue.returns_to_first })
+            .collect(),
         reply_queue: pool.reply_queue.clone(),
         dead_letter_queue: pool.dead_letter_queue.clone(),
         delivery_limit: broker.delivery_limit,

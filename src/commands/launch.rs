@@ -14,12 +14,12 @@ use tokio::sync::{Notify, Semaphore};
 use super::{Registry, log_format, start_logging};
 use crate::admin::{self, ControlledLauncher};
 use crate::broker::amqp::{
-    AmqpPublisher, Connector, RefusalPolicy, Subscription, read_withdrawals, retry_queue, subscribe,
+    AmqpPublisher, Connector, RefusalPolicy, Subscription, read_withdrawals, retry_queues, subscribe,
 };
 use crate::broker::{BrokerError, BrokerSession, Publisher as _, QueueState};
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
+use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, TaskQueue, redact_url};
 use crate::launcher::order::Handle;
 use crate::launcher::{Host, LaunchSpec, LauncherName, PreparedLauncher, RawLines, Withdrawals, plan};
 use crate::protocol::admin::Target;
@@ -191,11 +191,10 @@ async fn watch_queues(settings: &Settings, controlled: &ControlledLauncher) {
     let name = format!("sconce {} (queues)", controlled.name);
     let publisher = AmqpPublisher::new(Connector::new(settings.broker.clone(), name));
     let queues_of = |pool: &Pool| {
-        let required = [(pool.task_queue.clone(), "task"), (pool.dead_letter_queue.clone(), "dead_letter")];
-        let background = pool.background_queue.clone().map(|queue| (queue, "background"));
-        let retry = |ceiling| (retry_queue(&pool.task_queue, ceiling), "retry");
-        let retries: Vec<_> = pool.retry.ceilings().into_iter().map(retry).collect();
-        required.into_iter().chain(background).chain(retries)
+        let kind = |queue: &TaskQueue| if queue.background { "background" } else { "task" };
+        let tasks = pool.queues().into_iter().map(move |queue| (queue.name.clone(), kind(&queue)));
+        let retries = retry_queues(pool).into_iter().map(|queue| (queue, "retry"));
+        tasks.chain([(pool.dead_letter_queue.clone(), "dead_letter")]).chain(retries)
     };
     let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(queues_of).collect();
     loop {
@@ -271,7 +270,7 @@ impl Listener<'_> {
             let publisher = Arc::new(AmqpPublisher::new(connector()));
             let broker_session = BrokerSession {
                 consumer: Box::new(consumer),
-                background: None,
+                further: Vec::new(),
                 acker: Arc::new(acker),
                 publisher,
             };

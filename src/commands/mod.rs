@@ -116,6 +116,18 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
     .map_err(|error| error.exits_with(Exit::Usage))
 }
 
+/// The name of a pool's queue: the one that was named, or the first one.
+fn queue_named(pool: &Pool, name: Option<&str>) -> anyhow::Result<String> {
+    let queue = pool.queue_named(name).map(|queue| queue.name);
+    queue
+        .with_context(|| {
+            let names: Vec<String> = pool.queues().into_iter().map(|queue| queue.name).collect();
+            let name = name.unwrap_or_default();
+            format!("pool {:?} has no queue {name:?}; the settings name: {}", pool.name, names.join(", "))
+        })
+        .map_err(|error| error.exits_with(Exit::Usage))
+}
+
 /// Starts logging. `default_filter` applies if SCONCE_LOG is not set. A command that a person runs passes one. A
 /// service passes none, and logs by the program's default filter.
 ///

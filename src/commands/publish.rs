@@ -18,9 +18,9 @@ use tokio::time::Instant;
 use super::published_files::{ResultFile, ResultFiles};
 use super::requests::{self, Requests, check_fields, fields_of, of_file, requests_in};
 use super::show::Show;
-use super::{Registry, broker_session, load, pool_named, progress, start_logging};
+use super::{Registry, broker_session, load, pool_named, progress, queue_named, start_logging};
 use crate::broker::BrokerError;
-use crate::broker::amqp::{Connector, consumers_of};
+use crate::broker::amqp::{Connector, depth_of};
 use crate::cli::Publish;
 use crate::client::fleet::Control;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
@@ -55,6 +55,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     let waits = arguments.wait || arguments.stream || arguments.output.is_some();
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
+    let queue = queue_named(pool, arguments.queue.as_deref())?;
     let (requests, total): (Requests, _) = match &arguments.input {
         None => {
             let mut tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
@@ -78,17 +79,11 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     runtime.block_on(async {
         let topology = broker_session::topology(&settings.broker, pool).filter(|_| arguments.declare);
         if topology.is_none() {
-            check_queue(&settings.broker, &pool.task_queue, waits).await?;
+            check_queue(&settings.broker, &queue, waits).await?;
         }
         let prefetch = waits.then_some(PREFETCH);
-        let mut client = Client::connect(
-            &settings.broker,
-            "sconce publish",
-            &pool.task_queue,
-            topology.as_ref(),
-            prefetch,
-        )
-        .await?;
+        let mut client =
+            Client::connect(&settings.broker, "sconce publish", &queue, topology.as_ref(), prefetch).await?;
         if let Some(folder) = arguments.output.as_deref().filter(|_| total != Some(1)) {
             std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         }
@@ -131,7 +126,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let Some(ended) = ended else { return Ok(Exit::Aborted) };
         ended?;
         if !waits {
-            writeln!(io::stdout(), "published {} tasks to {}", output.done, pool.task_queue)?;
+            writeln!(io::stdout(), "published {} tasks to {queue}", output.done)?;
         }
         match invalid {
             Some(error) => Err(error.exits_with(Exit::Usage)),
@@ -195,7 +190,8 @@ async fn cancel(settings: &Settings, numbers: Range<u64>, reply_queue: &str) {
 async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
     let deadline = Instant::now() + if waits { DECLARE_TIMEOUT } else { Duration::ZERO };
     let consumers = loop {
-        let consumers = consumers_of(&Connector::new(broker.clone(), "sconce publish"), queue).await;
+        let depth = depth_of(&Connector::new(broker.clone(), "sconce publish"), queue).await;
+        let consumers = depth.map(|depth| depth.consumers);
         if !matches!(consumers, Err(BrokerError::Missing { .. })) || Instant::now() >= deadline {
             break consumers;
         }

@@ -7,8 +7,8 @@ use anyhow::anyhow;
 use tokio::time::Instant;
 
 use super::ctl::with_exit;
-use super::{load, pool_named, start_logging};
-use crate::broker::amqp::{AmqpPublisher, Connector, consumers_of};
+use super::{load, pool_named, queue_named, start_logging};
+use crate::broker::amqp::{AmqpPublisher, Connector, QueueDepth, depth_of};
 use crate::broker::{BrokerError, Publisher as _};
 use crate::cli::StopWorkers;
 use crate::client::fleet::{Control, Gather};
@@ -43,8 +43,14 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
 /// than sentinels.
 async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyhow::Result<Exit> {
     let connector = || Connector::new(settings.broker.clone(), "sconce stop");
-    let queue = pool.task_queue.as_str();
-    let (count, consumers) = match consumers_of(&connector(), queue).await {
+    let queue = queue_named(pool, arguments.queue.as_deref())?;
+    let queue = queue.as_str();
+    if arguments.all && !arguments.now {
+        refuse_other_work(&connector(), pool, queue).await?;
+    }
+    // Each worker has one consumer of each queue.
+    let consumers = depth_of(&connector(), queue).await.map(|depth| depth.consumers);
+    let (count, consumers) = match consumers {
         Ok(consumers) if arguments.all => (consumers, Some(consumers)),
         Err(error @ BrokerError::Missing { .. }) => {
             let message =
@@ -96,6 +102,30 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
         )?;
     }
     Ok(Exit::Done)
+}
+
+/// Refuses to stop all workers while messages wait in another queue of the pool: a sentinel follows only those of its own
+/// queue, and nobody would be left for the others. The queue of `background_queue` does not count, as before there were
+/// several queues.
+async fn refuse_other_work(connector: &Connector, pool: &Pool, queue: &str) -> anyhow::Result<()> {
+    let mut waiting = Vec::new();
+    for other in pool.queues().iter().filter(|it| it.name != queue && !it.returns_to_first) {
+        match depth_of(connector, &other.name).await {
+            Ok(QueueDepth { ready: 0, .. }) | Err(BrokerError::Missing { .. }) => {}
+            Ok(QueueDepth { ready, .. }) => waiting.push(format!("{ready} in {}", other.name)),
+            Err(error) => waiting.push(format!("{} cannot be inspected ({error})", other.name)),
+        }
+    }
+    if waiting.is_empty() {
+        return Ok(());
+    }
+    let message = format!(
+        "messages wait in other queues of pool {:?}, and no worker would be left for them: {}. Wait until they are done, or \
+         give --now",
+        pool.name,
+        waiting.join(", ")
+    );
+    Err(anyhow!(message).exits_with(Exit::Refused))
 }
 
 /// Sends a withdrawal to all launchers, and stores it at the broker for launchers that start later. Returns a text that

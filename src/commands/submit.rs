@@ -13,7 +13,9 @@ use tokio::time::Instant;
 
 use super::requests::batch_of;
 use super::stop::withdraw;
-use super::{Registry, batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
+use super::{
+    Registry, batch_errors, load, pool_named, progress, queue_named, start_logging, tolerate_broken_pipe,
+};
 use crate::cli::Submit;
 use crate::client::Resend;
 use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress, RunEnd, end_run};
@@ -44,7 +46,7 @@ pub(super) fn run(arguments: &Submit, registry: &Registry) -> anyhow::Result<Exi
         return runtime.block_on(cancel(&settings, job));
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let queue = queue_of(pool, arguments.background).exits_with(Exit::Usage)?;
+    let queue = &queue_of(pool, arguments)?;
     let batch = batch_of(&arguments.batch, std::slice::from_ref(pool), registry).exits_with(Exit::Usage)?;
     let files = JobFiles::open(&batch, queue).exits_with(Exit::Usage)?;
     let job = files.job(arguments.attempts);
@@ -74,12 +76,14 @@ pub(super) fn run(arguments: &Submit, registry: &Registry) -> anyhow::Result<Exi
 }
 
 /// The queue that rows are published to.
-fn queue_of(pool: &Pool, background: bool) -> anyhow::Result<&str> {
-    if !background {
-        return Ok(&pool.task_queue);
+fn queue_of(pool: &Pool, arguments: &Submit) -> anyhow::Result<String> {
+    if !arguments.background {
+        return queue_named(pool, arguments.queue.as_deref());
     }
-    let queue = pool.background_queue.as_deref();
-    queue.with_context(|| format!("pool {:?} has no background_queue in the settings", pool.name))
+    let queue = pool.queues().into_iter().find(|queue| queue.background).map(|queue| queue.name);
+    queue
+        .with_context(|| format!("pool {:?} has no background queue in the settings", pool.name))
+        .exits_with(Exit::Usage)
 }
 
 /// Runs the job until it ends, or until Ctrl-C ends the wait for it. The outer error means that the job could not

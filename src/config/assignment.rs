@@ -69,10 +69,12 @@ impl Assignment {
         if self.device == "cpu" { 1 } else { self.threads.clamp(1, MAX_PREPROCESS_THREADS) }
     }
 
-    /// The first prefetch, while the size of messages is unknown: the pool's setting. Without one, the usual prefetch,
-    /// but at most as many messages as fit into `prefetch_bytes` if all have the largest size.
+    /// The first prefetch of each queue, while the size of messages is unknown: the pool's setting. Without one, the usual
+    /// prefetch, but at most as many messages as fit into the queue's part of `prefetch_bytes` if all have the largest
+    /// size.
     pub fn first_prefetch(&self) -> u16 {
-        let affordable = (self.pool.prefetch_bytes / self.pool.max_body.max(1)).clamp(1, u16::MAX.into());
+        let affordable =
+            (self.pool.queue_prefetch_bytes() / self.pool.max_body.max(1)).clamp(1, u16::MAX.into());
         self.pool.prefetch.unwrap_or(self.usual_prefetch().min(affordable as u16))
     }
 

@@ -128,8 +128,13 @@ fn settings_of<'a>(
         settings.sort_by(|(one, ..), (other, ..)| one.cmp(other));
         return settings;
     }
+    // With a list of queues, the defaults of its short forms are ignored, and writing them would be an error.
+    let lists_queues = table
+        .get("queue")
+        .is_some_and(|queues| matches!(typed(queues).kind, ValueKind::Array(queues) if !queues.is_empty()));
+    let is_shown = |key: &&Key| !(lists_queues && ["task_queue", "background_queue"].contains(&key.name));
     let of_key = |key: &Key| Some((key.name.to_owned(), key.default, table.get(key.name)?));
-    outline.keys.iter().filter_map(of_key).collect()
+    outline.keys.iter().filter(is_shown).filter_map(of_key).collect()
 }
 
 /// The typed value of a setting: text from a flag or variable is parsed, unless the setting's default is text too.
@@ -203,6 +208,15 @@ mod tests {
         otlp_endpoint = "http://collector:4318/otlp"
         trace_sample = 1e-9
     "#;
+
+    #[test]
+    fn settings_with_several_queues_can_be_read_again() {
+        let loaded =
+            load_text("[[pool]]\n[[pool.queue]]\nname = \"a\"\nshare = 2\n[[pool.queue]]\nname = \"b\"");
+        assert!(!loaded.effective.contains("task_queue"), "{}", loaded.effective);
+        let again = load_text(&loaded.effective);
+        assert_eq!(again.settings, loaded.settings);
+    }
 
     #[test]
     fn what_is_rendered_reads_back_as_the_same_settings() {

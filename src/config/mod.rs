@@ -45,7 +45,7 @@ pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use public_address::is_public;
 pub use python::{Environment, PythonClass, PythonPlace, class_name as python_class_name};
-pub use read::{AllowedSource, Devices, Secret};
+pub use read::{AllowedSource, Devices, Secret, TaskQueue};
 pub use redact::redact_url;
 pub use settings::{
     Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Python, Replace,

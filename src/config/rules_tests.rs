@@ -1,7 +1,7 @@
 //! Tests of the settings' rules, and of the generated default file.
 
 use super::super::{default_file, load};
-use super::Devices;
+use super::{Devices, Pool};
 
 /// The problems of settings with these flags.
 fn problems_with(flags: &[(&str, &str)]) -> Vec<String> {
@@ -124,6 +124,54 @@ fn replies_and_dead_letters_must_not_go_to_the_task_queue() {
         assert!(problems[0].starts_with(&start), "{}", problems[0]);
         assert!(problems[0].contains("pool[0].task_queue (built-in default)"));
     }
+}
+
+#[test]
+fn queues_are_written_in_one_of_two_ways_and_their_form_is_checked() {
+    let two = "[{name = \"a\"}, {name = \"b\", share = 2.5, background = true}]";
+    assert_eq!(problems_with(&[("pool[0].queue", two)]), Vec::<String>::new());
+    for key in ["task_queue", "background_queue"] {
+        let problems = problems_with(&[("pool[0].queue", two), (&format!("pool[0].{key}"), "x")]);
+        assert_eq!(problems.len(), 1);
+        assert!(problems[0].starts_with(&format!("pool[0].{key} = \"x\": expected to be left out")));
+        assert!(problems[0].contains("pool[0].queue ([[pool.queue]], "), "{}", problems[0]);
+    }
+    let many =
+        format!("[{}]", (0..33).map(|n| format!("{{name = \"q{n}\"}}")).collect::<Vec<_>>().join(", "));
+    for (written, expected) in [
+        ("x", "a list of queues"),
+        ("[{share = 1}]", "a name for each queue"),
+        ("[{name = \"amq.x\"}]", "does not start with `amq.`"),
+        ("[{name = \"a\", share = 0}]", "share of \"a\" to be a number from 0.001 to 1000"),
+        ("[{name = \"a\", share = -1}]", "share of \"a\""),
+        ("[{name = \"a\", background = 1}]", "background of \"a\" to be true or false"),
+        ("[{name = \"a\", prefetch = 1}]", "got prefetch"),
+        ("[{name = \"a\"}, {name = \"a\"}]", "got \"a\" twice"),
+        (&many, "at most 32 queues, got 33"),
+    ] {
+        let problems = problems_with(&[("pool[0].queue", written)]);
+        assert_eq!(problems.len(), 1, "{written}");
+        assert!(problems[0].contains(expected), "{}", problems[0]);
+    }
+    let problems = problems_with(&[("pool[0].queue", two), ("pool[0].dead_letter_queue", "b")]);
+    assert!(problems[0].contains("a queue other than pool[0].queue"), "{}", problems[0]);
+}
+
+#[test]
+fn the_short_forms_follow_from_a_list_of_queues() {
+    let pool = |settings: &[(&str, &str)]| {
+        let flags: Vec<_> = settings.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        load(&[], [], &flags).unwrap().settings.pools.remove(0)
+    };
+    let names = |pool: &Pool| pool.queues().into_iter().map(|it| it.name).collect::<Vec<_>>();
+    let listed = pool(&[("pool[0].queue", "[{name = \"a\"}, {name = \"b\", background = true}]")]);
+    assert_eq!((listed.task_queue.as_str(), listed.background_queue.as_deref()), ("a", None));
+    assert_eq!(names(&listed), ["a", "b"]);
+    assert!(!listed.queues()[1].returns_to_first);
+    let short = pool(&[("pool[0].background_queue", "b")]);
+    assert_eq!(names(&short), ["sconce.tasks", "b"]);
+    assert!(short.queues()[1].returns_to_first && short.queues()[1].background);
+    assert_eq!(short.queue_prefetch_bytes(), short.prefetch_bytes / 2);
 }
 
 #[test]

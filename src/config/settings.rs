@@ -16,9 +16,12 @@ use url::Url;
 use super::define::{Outline, Section, section};
 use super::options::Options;
 use super::python::{self, Environment, PythonClass};
-use super::read::{self, AllowedSource, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
+use super::read::{
+    self, AllowedSource, BUILT_IN, Devices, Problem, Reader, Report, Secret, TaskQueue, origin,
+};
 use super::text::show_duration;
 use crate::backoff::Backoff;
+use crate::batching::QueueShare;
 
 /// Range of a wait: longer than zero, and at most 30 days, so that adding it to an `Instant` cannot overflow.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
@@ -101,6 +104,13 @@ section! {
         /// a batch only up to a quarter of batch.max_tokens. After a minute in a worker they count like any other
         /// task.
         background_queue: Option<String> = "", read::optional_queue;
+        /// Several queues that tasks come from, so that a flood in one of them delays no other (docs/scaling.md). Write
+        /// each as `[[pool.queue]]`, at most 32, with these keys: name; share, how much of the devices it gets while
+        /// tasks of others wait (a number from 0.001 to 1000; 1 if it is left out); background, whether its tasks only
+        /// fill up batches, as those of background_queue do (false if it is left out). They take the place of
+        /// task_queue and background_queue, and it is an error if one of these is set too. The first queue is the
+        /// pool's in `sconce ctl`, and the one that commands use unless they name another.
+        queue: Vec<TaskQueue> = [], read::task_queues;
         /// Queue for replies to tasks without `reply_to`; with "" these get no reply. sconce creates a quorum queue:
         /// a classic queue of a cluster is lost with its node, and replies would then be dead-lettered.
         reply_queue: Option<String> = "sconce.replies", read::optional_queue;
@@ -118,7 +128,7 @@ section! {
         large_reply: u64 = "1MiB", read::size(BODY_SIZE);
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a class in Python
         /// ("python:shop.models:Embedder", "python:./embedder.py:Embedder"; docs/python-models.md), a model of your own
-        /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
+        /// in Rust (docs/own-models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
         /// docs/protocol.md). A value that begins with ".", "/" or "~", or ends with ".gguf", is a folder or a GGUF
         /// file. Any other value is a folder if there is one, else a Hugging Face id. A folder is relative to the
         /// settings file that names it; from a flag or a variable, to the current folder. For this default,
@@ -156,18 +166,18 @@ section! {
         /// number of this launcher's workers on the device. If other programs use the device too, set a lower
         /// share, or 0 for no check.
         min_speed: f64 = 0.2, read::share;
-        /// Unacknowledged messages that a worker holds, 1 to 2000. "auto": enough for two batches, judged by the
-        /// tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four: another one is
-        /// queued on the device, and another one is being preprocessed or answered. If these take less than 2.5 s, up
-        /// to 64 messages are held for that time, so that a worker sees who waits behind a flood of slow tasks.
+        /// Unacknowledged messages that a worker holds of each queue, 1 to 2000. "auto": enough for two batches,
+        /// judged by the tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four:
+        /// another one is queued on the device, and another one is being preprocessed or answered.
         prefetch: Option<u16> = "auto", read::unless("auto", read::whole(PREFETCH));
         /// With prefetch = "auto": most bytes of task bodies that a worker holds, estimated from the size of
-        /// recent messages. A worker begins with as many messages as fit if all have the largest size (max_body).
-        /// The limit can be exceeded when messages become larger than before.
+        /// recent messages, and divided among the pool's queues. A worker begins with as many messages as fit if
+        /// all have the largest size (max_body). The limit can be exceeded when messages become larger than before.
         prefetch_bytes: u64 = "64MiB", read::size(BODY_SIZE);
         /// Most bytes of inputs that are decoded but not computed yet, such as the pixels of images. Decoding pauses
         /// while there are more. A single input is always decoded, whatever its size. A requester with an eighth of
-        /// this or more gets nothing of the second half.
+        /// this or more gets nothing of the second half. With several queues, half is divided among them by their
+        /// shares, so that none can take the part of another.
         prepared_bytes: u64 = "512MiB", read::size(1..=u64::MAX);
         /// Largest body of a task.
         max_body: u64 = "8MiB", read::size(BODY_SIZE);
@@ -226,7 +236,8 @@ section! {
         /// Most files that a worker fetches at once. At most half of them are for one requester, and from one host
         /// where allowed_sources names several.
         at_once: usize = 4, read::whole(1..=64);
-        /// Most bytes of fetched files that a worker holds. At most half of them are for one requester.
+        /// Most bytes of fetched files that a worker holds. At most half of them are for one requester. With several
+        /// queues, half is divided among them by their shares, so that none can take the part of another.
         memory: u64 = "1GiB", read::size(FETCHED_SIZE);
     }
 }
@@ -409,8 +420,8 @@ impl Settings {
     /// The task, background and dead-letter queues of all pools. No reply may go there.
     pub fn reserved_queues(&self) -> Vec<String> {
         let queues_of = |pool: &Pool| {
-            let background = pool.background_queue.clone();
-            [pool.task_queue.clone(), pool.dead_letter_queue.clone()].into_iter().chain(background)
+            let tasks = pool.queues().into_iter().map(|queue| queue.name);
+            tasks.chain([pool.dead_letter_queue.clone()])
         };
         let mut queues: Vec<String> = self.pools.iter().flat_map(queues_of).collect();
         queues.sort_unstable();
@@ -420,6 +431,54 @@ impl Settings {
 }
 
 impl Pool {
+    /// The queues that tasks come from, at least one. The first is the pool's identity: its dead-letter exchange has that
+    /// queue's name.
+    pub fn queues(&self) -> Vec<TaskQueue> {
+        if !self.queue.is_empty() {
+            return self.queue.clone();
+        }
+        let background = self.background_queue.iter().map(|name| TaskQueue {
+            background: true,
+            returns_to_first: true,
+            ..TaskQueue::new(name)
+        });
+        [TaskQueue::new(&self.task_queue)].into_iter().chain(background).collect()
+    }
+
+    /// The share of each queue, in their order. The queue of `background_queue` belongs to the task queue, through which
+    /// its tasks return.
+    pub fn queue_shares(&self) -> Vec<QueueShare> {
+        let share = |(index, queue): (usize, &TaskQueue)| QueueShare {
+            queue: if queue.returns_to_first { 0 } else { index },
+            share: queue.share,
+        };
+        self.queues().iter().enumerate().map(share).collect()
+    }
+
+    /// [`Pool::queue_shares`], each once.
+    pub fn independent_queue_shares(&self) -> Vec<QueueShare> {
+        let mut shares = self.queue_shares();
+        shares.dedup();
+        shares
+    }
+
+    /// The part of `prefetch_bytes` of each queue.
+    pub fn queue_prefetch_bytes(&self) -> u64 {
+        self.prefetch_bytes / self.queues().len() as u64
+    }
+
+    /// The queue with this name; without a name, the first one.
+    pub fn queue_named(&self, name: Option<&str>) -> Option<TaskQueue> {
+        self.queues().into_iter().find(|queue| name.is_none_or(|name| name == queue.name))
+    }
+
+    /// With `[[pool.queue]]`, the short forms follow from it: other code uses `task_queue` as the pool's identity.
+    fn derive_short_forms(&mut self) {
+        if let Some(first) = self.queue.first() {
+            (self.task_queue, self.background_queue) = (first.name.clone(), None);
+        }
+    }
+
     /// The class in Python that is the pool's model; none for any other model.
     pub fn python_class(&self) -> Option<PythonClass<'_>> {
         python::python_class(&self.model)?.ok()
@@ -561,10 +620,10 @@ fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
         let reader = Reader::open(format!("pool[{index}]"), value, report);
         pools.push(reader.and_then(Pool::read));
     }
-    let pools: Vec<Pool> = pools.into_iter().collect::<Option<_>>()?;
+    let mut pools: Vec<Pool> = pools.into_iter().collect::<Option<_>>()?;
+    pools.iter_mut().for_each(Pool::derive_short_forms);
     refuse_repeats(report, &pools, "name", |pool| &pool.name);
-    refuse_repeats(report, &pools, "task_queue", |pool| &pool.task_queue);
-    refuse_shared_background(report, &pools);
+    refuse_shared_queues(report, &pools);
     Some(pools)
 }
 
@@ -581,19 +640,33 @@ fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, value:
     }
 }
 
-/// Refuses a background queue that another pool uses too, as its background queue or its task queue.
-fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
-    for (index, pool) in pools.iter().enumerate() {
-        let Some(queue) = &pool.background_queue else { continue };
-        let conflict =
-            pools.iter().enumerate().filter(|(other, _)| *other != index).find_map(|(other, pool)| {
-                let is_background = other < index && pool.background_queue.as_ref() == Some(queue);
-                let key = if is_background { "background_queue" } else { "task_queue" };
-                (is_background || pool.task_queue == *queue).then_some(Setting { pool: other, key })
-            });
-        if let Some(other) = conflict {
-            let background = Setting { pool: index, key: "background_queue" };
-            refuse_shared(report, pools, background, other, queue);
+/// Refuses a queue that tasks of two pools come from.
+fn refuse_shared_queues(report: &mut Report, pools: &[Pool]) {
+    let queues_of = |(index, pool): (usize, &Pool)| {
+        let key = move |position: usize, is_listed: bool| match (is_listed, position) {
+            (true, _) => "queue",
+            (false, 0) => "task_queue",
+            (false, _) => "background_queue",
+        };
+        let is_listed = !pool.queue.is_empty();
+        let queues = pool.queues().into_iter().enumerate();
+        let setting = move |(position, queue): (usize, TaskQueue)| {
+            (position, queue.name, Setting { pool: index, key: key(position, is_listed) })
+        };
+        queues.map(setting).collect::<Vec<_>>()
+    };
+    let mut queues: Vec<_> = pools.iter().enumerate().flat_map(queues_of).collect();
+    // The first queues come first: if one is shared, the other use of it is refused.
+    queues.sort_by_key(|(position, _, _)| *position > 0);
+    let mut first_uses: BTreeMap<String, Setting> = BTreeMap::new();
+    for (_, name, setting) in queues {
+        match first_uses.get(&name) {
+            Some(first) if first.pool != setting.pool => {
+                refuse_shared(report, pools, setting, *first, &name);
+            }
+            // A repetition within a pool is that pool's problem.
+            Some(_) => {}
+            None => drop(first_uses.insert(name, setting)),
         }
     }
 }
@@ -628,19 +701,41 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
     if let Some(Err(expected)) = python::python_class(&pool.model) {
         reader.refuse("model", pool.model.as_str(), expected);
     }
+    let is_listed = !pool.queue.is_empty();
+    for key in ["task_queue", "background_queue"] {
+        let origin = reader.origin_of(key);
+        if is_listed && origin != BUILT_IN {
+            let (list, list_origin) = (reader.path_of("queue"), reader.origin_of("queue"));
+            let value = if key == "task_queue" {
+                pool.task_queue.as_str()
+            } else {
+                pool.background_queue.as_deref().unwrap_or("")
+            };
+            let expected = format!(
+                "to be left out, because {list} ([[pool.queue]], {list_origin}) says which queues tasks come from: \
+                 write this queue there"
+            );
+            reader.refuse(key, value, expected);
+        }
+    }
     let task_queues =
-        [("task_queue", Some(&pool.task_queue)), ("background_queue", pool.background_queue.as_ref())];
+        pool.queues().into_iter().enumerate().map(|(position, queue)| match (is_listed, position) {
+            (true, _) => ("queue", queue.name),
+            (false, 0) => ("task_queue", queue.name),
+            (false, _) => ("background_queue", queue.name),
+        });
+    let task_queues: Vec<_> = task_queues.collect();
     for (key, other) in
         [("reply_queue", pool.reply_queue.as_ref()), ("dead_letter_queue", Some(&pool.dead_letter_queue))]
     {
-        for (task_key, queue) in task_queues.iter().filter(|(_, queue)| queue.is_some() && *queue == other) {
+        for (task_key, queue) in task_queues.iter().filter(|(_, queue)| Some(queue) == other) {
             let (path, origin) = (reader.path_of(task_key), reader.origin_of(task_key));
             let expected =
                 format!("a queue other than {path} ({origin}): its messages would come back as tasks");
-            reader.refuse(key, queue.map_or("", String::as_str), expected);
+            reader.refuse(key, queue.as_str(), expected);
         }
     }
-    if pool.background_queue.as_ref() == Some(&pool.task_queue) {
+    if !is_listed && pool.background_queue.as_ref() == Some(&pool.task_queue) {
         let (path, origin) = (reader.path_of("task_queue"), reader.origin_of("task_queue"));
         reader.refuse(
             "background_queue",

@@ -366,8 +366,7 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
                 prompt: prompt_tokens(item.encode_tokens, item.tokens),
                 answer: item.answer_tokens,
                 priority: item.task().priority,
-                requester: item.task().requester,
-                background: item.task().background,
+                owner: item.task().owner,
                 group,
             };
             self.last_key += 1;

@@ -147,7 +147,7 @@ impl<P: Processor> EngineParts<P> {
         let item = |(index, sized): (usize, SizedInput<P::Input>)| {
             let SizedInput { input, encode_tokens, tokens, answer_tokens } = sized;
             let bytes = self.processor.bytes(&input);
-            let _memory = self.memory.reserve(Some(outputs.task.requester), bytes);
+            let _memory = self.memory.reserve(Some(outputs.task.owner), bytes);
             let outputs = outputs.clone();
             Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _memory }
         };
@@ -635,6 +635,7 @@ mod tests {
 
     use super::super::reply::WRITE_TIME;
     use super::*;
+    use crate::batching::QueueBytes;
     use crate::model::{Preprocessed, TaskErrorKind};
     use crate::protocol::control::TaskName;
 
@@ -724,7 +725,7 @@ mod tests {
     }
 
     fn handle(queue: Arc<ItemStore>) -> Handle<Numbers> {
-        Handle::new(Numbers, queue, Memory::new(1))
+        Handle::new(Numbers, queue, Memory::new(QueueBytes::new(1, &[])))
     }
 
     fn job(message: &Message) -> (Box<dyn Job>, Arc<ItemStore>) {

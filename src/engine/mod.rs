@@ -43,7 +43,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::mpsc;
 
-use crate::batching::{Group, Policy};
+use crate::batching::{Group, Policy, QueueBytes};
 use crate::model::{
     Body, Dtype, Effort, FileUrl, Files, LoadError, LoadSpec, Message, Processor, Route, TaskError,
 };
@@ -272,8 +272,8 @@ pub struct Setup {
     pub min_speed: f64,
     /// The bounds of batches.
     pub policy: Policy,
-    /// The maximum number of bytes of inputs that are prepared and not computed yet.
-    pub prepared_bytes: u64,
+    /// The maximum number of bytes of inputs that are prepared and not computed yet, and its division among queues.
+    pub prepared_bytes: QueueBytes,
     /// Called by the model thread about its work.
     pub observer: Box<dyn Observer>,
 }

@@ -13,7 +13,7 @@ use super::job::{Item, Lookahead, Queue};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
 use super::{EndedPass, Expect, Notice, Pass, TaskState, now};
-use crate::batching::{Batch, Batcher, DeviceState, Group, Owner, Policy};
+use crate::batching::{Batch, Batcher, DeviceState, Group, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
 /// The queue of inputs that wait for a batch.
@@ -152,12 +152,6 @@ impl<P: Processor> State<P> {
     }
 }
 
-/// Whose an input is.
-fn owner_of<P: Processor>(item: &Item<P>) -> Owner {
-    let TaskState { requester, background, .. } = **item.task();
-    Owner { requester, background }
-}
-
 impl<P: Processor> Queue<P> for WaitingInputs<P> {
     fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
         let now = now();
@@ -166,7 +160,7 @@ impl<P: Processor> Queue<P> for WaitingInputs<P> {
             let is_isolated = group.is_some() && group == state.isolated_group;
             let batcher = if is_isolated { &mut state.isolated } else { &mut state.ordinary };
             let Some(first) = items.first() else { return };
-            let owner = owner_of(first);
+            let owner = first.task().owner;
             if first.index == 0 {
                 return batcher.push(items, owner, now);
             }
@@ -189,7 +183,7 @@ impl<P: Processor> Queue<P> for WaitingInputs<P> {
         self.change(|state| {
             // Inputs of the previous group that are not computed yet join the ordinary ones.
             while let Some(Batch { mut inputs, .. }) = state.isolated.take(now, DeviceState::Idle, false) {
-                let owner = inputs.first().map(owner_of);
+                let owner = inputs.first().map(|first| first.task().owner);
                 owner.into_iter().for_each(|owner| state.ordinary.push(mem::take(&mut inputs), owner, now));
             }
             state.isolated_group = isolated;

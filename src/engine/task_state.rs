@@ -4,6 +4,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Instant;
 
+use crate::batching::Owner;
 use crate::protocol::control::TaskName;
 use crate::protocol::{TaskError, TaskErrorKind};
 use crate::telemetry::traces::TaskLink;
@@ -20,10 +21,9 @@ pub struct TaskState {
     pub deadline: Option<Instant>,
     /// The priority of the broker's message.
     pub priority: u8,
-    /// Whether it is a background task, which only fills up batches until it has waited long.
-    pub background: bool,
-    /// A hash of the requester. Requesters get equal shares of the device.
-    pub requester: u64,
+    /// Whose it is: queues get the device by their shares, and the requesters of a queue get equal shares. A background
+    /// task only fills up batches until it has waited long.
+    pub owner: Owner,
     /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
     pub link: Option<Box<TaskLink>>,
     /// Changed by the worker (claim, withdraw, commit) and by the loop of one-pass models (commit).
@@ -39,8 +39,7 @@ impl TaskState {
             name,
             deadline,
             priority: 0,
-            background: false,
-            requester: 0,
+            owner: Owner::default(),
             link: None,
             stage: AtomicU8::new(ENQUEUED),
             cancelled: AtomicBool::new(false),

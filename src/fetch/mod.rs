@@ -30,6 +30,7 @@ use url::Url;
 pub use self::allowed::Location;
 use self::budget::{Budget, Share};
 use self::web::RATE_WINDOW;
+use crate::batching::{Owner, QueueBytes};
 use crate::config::{AllowedSource, Fetch, Pool, S3};
 
 /// The number of bytes of a local file between two checks of the deadline.
@@ -69,8 +70,8 @@ pub struct Fetcher {
 /// Who fetches a file, how large it may be, and whether the fetch waits for memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Claim {
-    /// The hash of the requester's name.
-    pub requester: u64,
+    /// Whose task it is.
+    pub owner: Owner,
     /// Whether the fetch waits while the worker holds too many bytes. If not, it may exceed the budget.
     pub waits_for_memory: bool,
     /// Maximum size of the file in bytes. The setting `fetch.max_size` also applies.
@@ -96,7 +97,7 @@ impl Fetcher {
     pub fn new(pool: &Pool) -> Option<Self> {
         let allowed = pool.allowed_sources.clone();
         let (limits, s3, tls) = (pool.fetch.clone(), pool.s3.clone(), OnceLock::new());
-        let budget = Budget::new(limits.memory);
+        let budget = Budget::new(QueueBytes::new(limits.memory, &pool.independent_queue_shares()));
         let (hasher, limits_servers) = (RandomState::new(), allowed::servers(&allowed) > 1);
         (!allowed.is_empty()).then_some(Self { allowed, limits, s3, budget, hasher, limits_servers, tls })
     }
@@ -210,7 +211,7 @@ impl Fetcher {
             )));
         }
         let expected = size.unwrap_or(max_bytes);
-        let requester_limit = self.limits.memory / 2;
+        let requester_limit = self.budget.most_of_task(claim.owner);
         if claim.task_bytes > 0 && claim.task_bytes.saturating_add(expected) > requester_limit {
             let fetched = claim.task_bytes;
             return Err(Failure::TooLarge(format!(
@@ -219,10 +220,10 @@ impl Fetcher {
             )));
         }
         let share = if claim.waits_for_memory {
-            let share = timeout(MEMORY_WAIT, self.budget.take(claim.requester, expected)).await;
+            let share = timeout(MEMORY_WAIT, self.budget.take(claim.owner, expected)).await;
             share.map_err(|_| Failure::OverBudget)?
         } else {
-            self.budget.exceed(claim.requester, expected)
+            self.budget.exceed(claim.owner, expected)
         };
         // Memory that is not written to costs nothing. A vector that grows would for a moment take three times its
         // size.

@@ -7,6 +7,7 @@ use std::thread;
 use futures_util::FutureExt as _;
 
 use super::*;
+use crate::batching::QueueShare;
 use crate::config::AllowedSource;
 
 const MAX_SIZE: u64 = 1_000;
@@ -48,12 +49,13 @@ fn fetcher(url: &Url, private: bool) -> Fetcher {
         access_key_id: Some("AKIAEXAMPLE".to_owned()),
         secret_access_key: Some(crate::config::Secret::new("secret")),
     };
-    let budget = Budget::new(limits.memory);
+    let budget = Budget::new(QueueBytes::new(limits.memory, &[]));
     let (hasher, tls) = (RandomState::new(), OnceLock::new());
     Fetcher { allowed, budget, limits, s3, hasher, limits_servers: false, tls }
 }
 
-const CLAIM: Claim = Claim { requester: 1, waits_for_memory: true, max_size: u64::MAX, task_bytes: 0 };
+const OWNER: Owner = Owner { queue: QueueShare::LONE, requester: 1, background: false };
+const CLAIM: Claim = Claim { owner: OWNER, waits_for_memory: true, max_size: u64::MAX, task_bytes: 0 };
 
 async fn fetched(url: &Url) -> Result<Vec<u8>, Failure> {
     let fetcher = fetcher(url, true);
@@ -222,9 +224,9 @@ async fn files_are_read_from_a_folder_and_their_bytes_count_until_dropped() {
         matches!(&too_large, Failure::TooLarge(why) if why.ends_with("they may have 5000")),
         "{too_large:?}"
     );
-    let other_requester = Claim { requester: 2, waits_for_memory: true, max_size: u64::MAX, task_bytes: 0 };
+    let other_requester = Claim { owner: Owner { requester: 2, ..OWNER }, ..CLAIM };
     assert!(fetcher.fetch(location("a.wav"), other_requester, Arc::new(())).await.is_ok());
-    let isolated = Claim { requester: 1, waits_for_memory: false, max_size: u64::MAX, task_bytes: 0 };
+    let isolated = Claim { waits_for_memory: false, ..CLAIM };
     assert!(fetcher.fetch(location("a.wav"), isolated, Arc::new(())).await.is_ok());
     drop((clone, more));
     assert!(fetch("a.wav").await.is_ok());

@@ -24,14 +24,17 @@ const MAX_ERROR_BYTES: usize = 2_000;
 /// [`WORKER_HEADERS`], with longer values.
 const MAX_KEPT_HEADER_BYTES: usize = 8_192;
 
+/// Header with the queue that the task came from. Without it, that is the pool's first queue.
+const QUEUE: &str = "queue";
 /// Header with the time of dead-lettering, ISO-8601.
 const DEAD_LETTERED_AT: &str = "dead_lettered_at";
 /// All headers that a worker writes, except `original_*`. The first four are in every dead letter of a worker.
-const WORKER_HEADERS: [&str; 10] = [
+const WORKER_HEADERS: [&str; 11] = [
     "reason",
     "error",
     "task_id",
     "worker",
+    QUEUE,
     DEAD_LETTERED_AT,
     "deaths",
     "exit",
@@ -82,6 +85,8 @@ pub struct Cause<'a> {
     pub error: &'a str,
     /// launcher/pool/index.
     pub worker: &'a str,
+    /// The queue that the task came from.
+    pub queue: &'a str,
     /// When the message becomes a dead letter.
     pub at: SystemTime,
 }
@@ -99,6 +104,7 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
         ("error".into(), shorten(cause.error, MAX_ERROR_BYTES).into()),
         ("task_id".into(), task.id.as_str().into()),
         ("worker".into(), cause.worker.into()),
+        (QUEUE.into(), cause.queue.into()),
     ]));
     if let Ok(at) = Timestamp::try_from(cause.at) {
         headers.insert(DEAD_LETTERED_AT.into(), format!("{at:.3}").into());
@@ -274,6 +280,12 @@ impl<'a> DeadLetter<'a> {
         slot.rsplit_once('/').map(|(pool, _index)| pool)
     }
 
+    /// The queue that the task came from, as a worker wrote it. None: an earlier version wrote none, or the broker made
+    /// the dead letter.
+    pub fn queue(&self) -> Option<&'a str> {
+        self.worker_text(QUEUE)
+    }
+
     /// The queue from which the broker dead-lettered it.
     pub fn source_queue(&self) -> Option<&'a str> {
         match self.worker_reason {
@@ -354,7 +366,7 @@ mod tests {
 
     /// The dead letter of a task, written 100 s after the epoch.
     fn dead(properties: Properties, reason: Reason) -> Message {
-        let cause = Cause { reason, error: "it broke", worker: "host/embed/0", at: at(100) };
+        let cause = Cause { reason, error: "it broke", worker: "host/embed/0", queue: "tasks", at: at(100) };
         dead_letter(&task(properties), &cause)
     }
 
@@ -421,7 +433,7 @@ mod tests {
             ..with_headers(headers)
         };
         let error = "é".repeat(5_000);
-        let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "w", at: at(0) };
+        let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "w", queue: "q", at: at(0) };
         let Message { properties, body } = dead_letter(&task(sent.clone()), &cause);
         assert_eq!(body, r#"{"input":"a"}"#);
         assert_eq!(
@@ -450,7 +462,10 @@ mod tests {
         let headers = headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         let kept = without_producer_headers(dead(with_headers(headers), Reason::Poison)).properties.headers;
         let names: Vec<&str> = kept.keys().map(String::as_str).collect();
-        assert_eq!(names, ["dead_lettered_at", "error", "headers_dropped", "reason", "task_id", "worker"]);
+        assert_eq!(
+            names,
+            ["dead_lettered_at", "error", "headers_dropped", "queue", "reason", "task_id", "worker"]
+        );
         assert_eq!(kept["headers_dropped"].as_i64(), Some(3));
     }
 

@@ -217,6 +217,8 @@ impl Users {
 pub struct Stats {
     /// Tasks that were answered.
     pub answers: Vec<AnswerCount>,
+    /// Tasks that were answered, by the queue that they came from.
+    pub queues: BTreeMap<String, u64>,
     /// Messages dead-lettered, by reason.
     pub dead_lettered: BTreeMap<String, u64>,
     /// Deliveries that were not the first of their message.
@@ -330,6 +332,9 @@ impl Stats {
     pub fn add(&mut self, more: &Self) {
         for answer in &more.answers {
             self.count_answers(&answer.status, &answer.reason, answer.count);
+        }
+        for (queue, count) in &more.queues {
+            *self.queues.entry(queue.clone()).or_default() += count;
         }
         for (reason, count) in &more.dead_lettered {
             *self.dead_lettered.entry(reason.clone()).or_default() += count;

@@ -22,8 +22,7 @@ pub const STOP: &str = "sconce_stop";
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header with an ISO-8601 time. In a task, it says when the task was first put off because its reply queue accepted no
-/// messages. In a sentinel, it says when the sentinel was last published again.
+/// Header with an ISO-8601 time: when the task was first put off because its reply queue accepted no messages.
 pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
 
 /// Header with an ISO-8601 time: when the task was first put off or tried again, so that no worker held it for a while.
@@ -303,34 +302,6 @@ pub fn published_in(properties: &Properties) -> Option<SystemTime> {
 /// Whether the deadline of a sentinel has passed. A sentinel with an unreadable deadline stays valid.
 pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
     matches!(deadline(message, now), Ok(Some(deadline)) if deadline <= now)
-}
-
-/// The time until the sentinel's deadline; none if it has no deadline.
-pub fn sentinel_time_left(message: &Message, now: SystemTime) -> Option<Duration> {
-    deadline(message, now).ok().flatten().map(|deadline| deadline.duration_since(now).unwrap_or_default())
-}
-
-/// Returns the message that replaces a sentinel that is put off. It is published to the end of the queue, so that it
-/// comes after the put-off tasks that were before it. It keeps its deadline.
-pub fn sentinel_to_republish(sentinel: &Message, now: SystemTime) -> Message {
-    let since = published(sentinel).map_or(now, |at| at.min(now));
-    let deadline = deadline(sentinel, since).ok().flatten();
-    let mut message = without_broker_directives(sentinel.clone());
-    let headers = &mut message.properties.headers;
-    headers.retain(|name, _| !is_broker_header(name));
-    if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
-        headers.insert(EXPIRES.into(), deadline.to_string().into());
-    }
-    if let Ok(now) = Timestamp::try_from(now) {
-        headers.insert(PUT_OFF_SINCE.into(), now.to_string().into());
-    }
-    message
-}
-
-/// When a sentinel was last published again; none: it was not.
-pub fn sentinel_put_off_at(sentinel: &Message) -> Option<SystemTime> {
-    let written = sentinel.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str)?;
-    written.parse::<Timestamp>().ok().map(SystemTime::from)
 }
 
 fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime>, TaskError> {

@@ -30,7 +30,7 @@ pub(super) struct CpuPool {
 pub(super) struct Pools {
     /// Prepares tasks.
     pub(super) preprocess: CpuPool,
-    /// Turns of requesters at preparing further inputs of their tasks on `preprocess`. There are twice as many turns as
+    /// Turns of queues and requesters at preparing inputs of their tasks on `preprocess`. There are twice as many turns as
     /// threads: a requester may have half of them, which keeps all threads busy.
     pub(super) slice_turns: Turns,
     /// One thread for long preparation, such as that of a grammar, while `preprocess` continues with other tasks. The
@@ -48,7 +48,7 @@ impl Pools {
     pub(super) fn start(threads: usize) -> io::Result<Self> {
         Ok(Self {
             preprocess: CpuPool::start("preprocess", threads)?,
-            slice_turns: Turns::new(u16::MAX, 2 * threads),
+            slice_turns: Turns::with_one_for_each_queue(2 * threads),
             long: CpuPool::start("preprocess-long", 1)?,
             reply: CpuPool::start("reply", threads)?,
         })
@@ -59,7 +59,7 @@ impl Pools {
     pub(super) fn start_here() -> Self {
         Self {
             preprocess: CpuPool::start_here(),
-            slice_turns: Turns::new(u16::MAX, 2),
+            slice_turns: Turns::with_one_for_each_queue(2),
             long: CpuPool::start_here(),
             reply: CpuPool::start_here(),
         }

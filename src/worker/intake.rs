@@ -3,15 +3,17 @@
 //! tasks in flight.
 
 use std::collections::{BTreeMap, HashSet};
+use std::future::poll_fn;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::{MissedTickBehavior, timeout};
+use tokio::time::timeout;
 
 use super::WorkerError;
 use super::cancellations::Waiting;
@@ -19,22 +21,16 @@ use super::pause::Pause;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
+use crate::batching::Owner;
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
-use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off_at, sentinel_time_left};
-use crate::protocol::{Incoming, MAX_HEADER_BYTES, Message, Properties, Task, Value, classify};
+use crate::protocol::task::{STOP, published, sentinel_is_expired};
+use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest time for which no task is put off for its place after a sentinel was put off. It lets the tasks before
-/// the sentinel end.
-const MAX_SUSPENSION: Duration = Duration::from_secs(10 * 60);
-/// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
-const FOREVER: Duration = Duration::from_secs(1 << 32);
-/// How often the places are reviewed while tasks hold more than three quarters of them.
-const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// How a worker ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,15 +66,16 @@ impl InFlight {
     }
 }
 
-/// The consumers. None: there is no background queue, or the consumer has ended.
+/// The consumers of the pool's queues. None: the consumer has ended.
 type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
 
 /// Takes deliveries from the consumers until they end.
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     consumers: Consumers<'a>,
-    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement and
-    /// the turns.
+    /// The queue whose consumer is polled first.
+    turn: Source,
+    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement.
     granted: u16,
     stop: Stop,
     pause: Pause,
@@ -91,19 +88,23 @@ pub(super) struct Intake<'a> {
     phase: Phase,
 }
 
-/// Waits for the next event of a consumer, and returns it with the consumer's source. Never returns if there is no
-/// consumer. Safe to cancel, because [`Consumer::next`] is.
-async fn next_of(consumers: &mut Consumers<'_>) -> (Source, Result<Event, BrokerError>) {
-    let PerSource { main, background } = consumers;
-    let next = async |consumer: &mut Option<&mut Box<dyn Consumer>>| match consumer {
-        Some(consumer) => consumer.next().await,
-        None => std::future::pending().await,
-    };
-    tokio::select! {
-        biased;
-        event = next(main) => (Source::Main, event),
-        event = next(background) => (Source::Background, event),
-    }
+/// Waits for the next event of a consumer, and returns it with the consumer's source. The consumers are polled in turn,
+/// beginning with `first`, so that one with many deliveries does not keep the others' from being taken. Never returns if
+/// there is no consumer. Safe to cancel, because [`Consumer::next`] is.
+async fn next_of(consumers: &mut Consumers<'_>, first: Source) -> (Source, Result<Event, BrokerError>) {
+    let mut next: Vec<_> =
+        consumers.iter_mut().map(|consumer| consumer.as_mut().map(|consumer| consumer.next())).collect();
+    let (later, sooner) = next.split_at_mut(first.0);
+    let in_turn = (first.0..).zip(sooner).chain((0..).zip(later));
+    let mut in_turn: Vec<_> = in_turn.filter_map(|(index, next)| Some((index, next.as_mut()?))).collect();
+    poll_fn(|context| {
+        let ready = in_turn.iter_mut().find_map(|(index, next)| match next.as_mut().poll(context) {
+            Poll::Ready(event) => Some((Source(*index), event)),
+            Poll::Pending => None,
+        });
+        ready.map_or(Poll::Pending, Poll::Ready)
+    })
+    .await
 }
 
 fn hash_of(value: impl Hash) -> u64 {
@@ -122,6 +123,7 @@ impl<'a> Intake<'a> {
             granted: 0,
             shared,
             consumers,
+            turn: Source::FIRST,
             stop,
             pause,
             cancellations,
@@ -150,9 +152,6 @@ impl<'a> Intake<'a> {
     }
 
     async fn work(mut self, faults: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
-        // One timer for the whole loop, so that frequent other events do not postpone a review.
-        let mut review = tokio::time::interval(REVIEW_INTERVAL);
-        review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let withdrawn = self.shared.withdrawn.clone();
         let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
@@ -170,7 +169,7 @@ impl<'a> Intake<'a> {
             tokio::select! {
                 // The launcher may still be reading the withdrawals when this worker connects, and sends them later.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
-                (source, event) = next_of(&mut self.consumers), if may_take || early.is_none() => match event? {
+                (source, event) = next_of(&mut self.consumers, self.turn), if may_take || early.is_none() => match self.took_turn(source, event)? {
                     Event::Delivery(delivery) if may_take => self.handle_delivery(*delivery).await,
                     Event::Delivery(delivery) => early = Some(delivery),
                     Event::Lost { source, session } => self.drop_lost_session(source, session)?,
@@ -187,11 +186,6 @@ impl<'a> Intake<'a> {
                     return Err(error.unwrap_or_else(closed));
                 }
                 cancellations = self.cancellations.take() => self.cancel_all(&cancellations),
-                _ = review.tick(),
-                    if self.phase == Phase::Running && self.shared.places.may_be_crowded() =>
-                {
-                    self.shared.places.review();
-                }
                 () = self.pause.wait_until_set(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("stop requested").await;
@@ -213,6 +207,12 @@ impl<'a> Intake<'a> {
         } else {
             Err(WorkerError::SentinelLost)
         }
+    }
+
+    /// The next queue's consumer is polled first from now on.
+    fn took_turn(&mut self, source: Source, event: Result<Event, BrokerError>) -> Result<Event, BrokerError> {
+        self.turn = Source((source.0 + 1) % self.consumers.count());
+        event
     }
 
     /// Handles a delivery: starts a task run, handles a sentinel, or hands the message back if the worker is stopping.
@@ -241,8 +241,8 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Sets the prefetch by the sizes of the messages received so far. Tells the settlement, the turns and the places
-    /// how many messages the broker grants.
+    /// Sets the prefetch by the sizes of the messages received so far. Tells the settlement how many messages the broker
+    /// grants.
     async fn update_prefetch(&mut self, delivery: &Delivery) {
         let source = delivery.delivery_tag.source;
         if let Some(prefetch) = self.shared.prefetch[source].received(delivery.message.body.len())
@@ -255,10 +255,7 @@ impl<'a> Intake<'a> {
         if granted != self.granted {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
-            self.shared.turns.set_granted(granted);
-            self.shared.fetch_turns.set_granted(granted);
         }
-        self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
     }
 
     fn start_run(&mut self, mut accepted: Accepted) {
@@ -267,8 +264,11 @@ impl<'a> Intake<'a> {
         let deadline = accepted.time_left().map(|left| instant() + left);
         let mut state = TaskState::new(TaskName::new(&accepted.task), deadline);
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
-        state.background = delivery_tag.source == Source::Background;
-        state.requester = hash_of(accepted.task.requester());
+        state.owner = Owner {
+            queue: self.shared.shares[delivery_tag.source],
+            requester: hash_of(accepted.task.requester()),
+            background: self.shared.settlement.queues.tasks[delivery_tag.source].background,
+        };
         state.link = accepted.traced.link();
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant())
             || self.cancellations.had(&accepted.task)
@@ -279,14 +279,8 @@ impl<'a> Intake<'a> {
         // The engine is told now that inputs will come, so that it batches tasks that arrive together.
         let expected = Expected::new(&self.shared.engine);
         let (shared, run_state) = (self.shared.clone(), state.clone());
-        // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue. The embedded
-        // queue has one requester, whose lines would be computed out of order for nobody's benefit.
-        let may_be_put_off = delivery_tag.source == Source::Main && !self.shared.has_one_requester;
-        let place = may_be_put_off
-            .then(|| shared.places.enter(delivery_tag, state.requester, task.message.body.len()));
-        let abort = self
-            .runs
-            .spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected, place).await) });
+        let abort =
+            self.runs.spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected).await) });
         self.in_flight.insert(delivery_tag, InFlight { task, state: Some(state), abort });
     }
 
@@ -299,7 +293,7 @@ impl<'a> Intake<'a> {
         self.in_flight.insert(delivery_tag, InFlight { task, state: None, abort });
     }
 
-    /// Starts to drain, unless the sentinel is withdrawn or expired, or must wait for tasks that were put off.
+    /// Starts to drain, unless the sentinel is withdrawn or expired.
     async fn handle_sentinel(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         let Properties { message_id, headers, .. } = &sentinel.properties;
         let stop = headers.get(STOP).and_then(Value::as_str);
@@ -310,20 +304,6 @@ impl<'a> Intake<'a> {
         }
         if is_withdrawn || sentinel_is_expired(sentinel, now) {
             tracing::info!(cause, is_withdrawn, "ignoring a sentinel that is withdrawn or expired");
-            // This may be the sentinel for which put-offs were suspended.
-            self.shared.places.resume();
-            self.shared.settlement.acker.ack(delivery_tag).await;
-            return;
-        }
-        if delivery_tag.source == Source::Main
-            && sentinel.properties.header_bytes() <= MAX_HEADER_BYTES
-            && self.shared.places.has_put_off_since(sentinel_put_off_at(sentinel))
-            && self.shared.settlement.put_off_sentinel(sentinel, now).await
-        {
-            // Otherwise earlier tasks could be put off behind the sentinel again and again.
-            let time_left = sentinel_time_left(sentinel, now).unwrap_or(MAX_SUSPENSION);
-            self.shared.places.suspend(time_left.min(MAX_SUSPENSION));
-            tracing::info!(cause, "sentinel put off: tasks that were before it return to the queue");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
@@ -381,8 +361,6 @@ impl<'a> Intake<'a> {
     }
 
     async fn stop_consuming(&mut self) {
-        // The accepted tasks must all begin. This worker would not get back a task that it puts off.
-        self.shared.places.suspend(FOREVER);
         for consumer in self.consumers.iter_mut().flatten() {
             consumer.cancel().await;
         }

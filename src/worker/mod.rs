@@ -10,7 +10,6 @@
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of a pool |
-//! | `places` | whose tasks are put off because they hold too many of the granted messages |
 //! | `turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
 //! | `settle/` | what becomes of a task's message: publish, confirm, ack |
 //! | `cancellations` | how cancellations reach the intake |
@@ -23,7 +22,6 @@ mod cpu_pool;
 mod intake;
 mod isolation;
 mod pause;
-mod places;
 mod prefetch;
 mod report;
 mod requester;
@@ -42,7 +40,7 @@ use std::time::Instant;
 use futures_util::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::batching::Policy;
+use crate::batching::{Policy, QueueBytes};
 use crate::broker::{BrokerError, BrokerSession};
 use crate::config::{Assignment, Pool};
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
@@ -166,7 +164,7 @@ pub async fn run(
         spec: load_spec(assignment),
         min_speed: assignment.min_speed(),
         policy: policy(assignment),
-        prepared_bytes: assignment.pool.prepared_bytes,
+        prepared_bytes: prepared_bytes(assignment),
         observer: Box::new(DeviceReport::new(control, counters.clone())),
     };
     let loading_since = Instant::now();
@@ -271,6 +269,12 @@ pub fn pool_spec(pool: &Pool, device: &str) -> LoadSpec {
     }
 }
 
+/// The bytes of prepared inputs that the pool's queues may hold.
+fn prepared_bytes(assignment: &Assignment) -> QueueBytes {
+    let pool = &assignment.pool;
+    QueueBytes::new(pool.prepared_bytes, &pool.independent_queue_shares())
+}
+
 /// The bounds of an assignment's batches.
 pub fn policy(assignment: &Assignment) -> Policy {
     let pool = &assignment.pool;
@@ -295,10 +299,7 @@ fn assemble(
     let mut assignment = assignment.clone();
     let adapts_prefetch = assignment.pool.prefetch.is_none();
     if let Some(sequences) = engine.sequences() {
-        // Streams may hold three quarters of the messages (see `places`). With `all_streaming` messages, all
-        // sequences may stream.
-        let all_streaming = sequences.div_ceil(3) * 4;
-        let prefetch = (sequences + SPARE_SEQUENCES).max(all_streaming).min(MAX_PREFETCH);
+        let prefetch = (sequences + SPARE_SEQUENCES).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(prefetch as u16);
     }
     session::Worker {

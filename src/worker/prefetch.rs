@@ -1,7 +1,6 @@
 //! Decides the prefetch, the number of messages that a worker holds ahead, unless the user has set it. It is large
-//! enough for the batches that may be submitted, given the average message, and for some seconds of work, so that the
-//! worker sees who else waits behind a flood of slow tasks (`places`). It is small enough to leave messages for other
-//! workers and to bound the bytes of the bodies. `Prefetch` does the arithmetic; `SharedPrefetch` adds a lock and
+//! enough for the batches that may be submitted, given the average message. It is small enough to leave messages for
+//! other workers and to bound the bytes of the bodies. `Prefetch` does the arithmetic; `SharedPrefetch` adds a lock and
 //! the clock.
 //!
 //! A fixed prefetch does not suffice: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and the
@@ -18,19 +17,9 @@ use parking_lot::{Mutex, MutexGuard};
 const MAX_PREFETCH: f64 = 2_000.0;
 /// The number of the latest messages over which tokens and inputs are averaged.
 const WINDOW: f64 = 256.0;
-/// The number of the latest messages over which bytes and intervals are averaged. It is smaller, because bodies that are
-/// too large, and tasks that take long, must be noticed soon.
+/// The number of the latest messages over which bytes are averaged. It is smaller, because bodies that are too large must
+/// be noticed soon.
 const SMALL_WINDOW: f64 = 32.0;
-/// The work that is held ahead: twice the time after which a requester counts as slow, and a reserve. With less, nobody
-/// would count as slow, however many tasks of one requester wait in the queue.
-const HELD_TIME: Duration = Duration::from_millis(2_500);
-/// The most messages that are held for their time alone.
-const MAX_HELD_FOR_TIME: f64 = 64.0;
-/// If so many messages take less than this, quick tasks are held as in batches: nobody would count as slow.
-const MIN_HELD_TIME: Duration = Duration::from_secs(1);
-/// Longer intervals between two messages are not averaged: they are pauses of the requesters, or tasks so slow that two of
-/// them are enough.
-const MAX_INTERVAL: Duration = Duration::from_secs(2);
 /// The number of messages whose tokens must be known before they decide anything.
 const MIN_SAMPLES: u32 = 32;
 /// The number of messages that must arrive between two changes.
@@ -68,9 +57,6 @@ pub(super) struct Prefetch {
     tokens: Average,
     inputs: Average,
     bytes: Average,
-    /// Seconds between two messages. If the queue is never empty, a message arrives when another is settled.
-    interval: Average,
-    last_received_at: Option<Instant>,
 }
 
 /// A moving average.
@@ -103,8 +89,6 @@ impl Prefetch {
             tokens: empty(),
             inputs: empty(),
             bytes: empty(),
-            interval: empty(),
-            last_received_at: None,
         }
     }
 
@@ -113,12 +97,8 @@ impl Prefetch {
         Self { of_sequences: Some(prefetch), ..Self::new(limits, prefetch, prefetch, now) }
     }
 
-    pub(super) fn received(&mut self, bytes: usize, now: Instant) {
+    pub(super) fn received(&mut self, bytes: usize) {
         self.bytes.add(bytes as f64, SMALL_WINDOW);
-        let interval = self.last_received_at.replace(now).map(|last| now.duration_since(last));
-        if let Some(interval) = interval.filter(|interval| *interval <= MAX_INTERVAL) {
-            self.interval.add(interval.as_secs_f64(), SMALL_WINDOW);
-        }
         self.received += 1;
         self.total = self.total.saturating_add(1);
     }
@@ -156,14 +136,8 @@ impl Prefetch {
             None if is_measured => (2.0, self.limits.batches as f64 * batch),
             None => (2.0, f64::from(self.usual)),
         };
-        let interval = self.interval.value;
-        let in_time = if interval * MAX_HELD_FOR_TIME < MIN_HELD_TIME.as_secs_f64() {
-            0.0
-        } else {
-            (HELD_TIME.as_secs_f64() / interval).min(MAX_HELD_FOR_TIME)
-        };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
-        in_batches.max(in_time).min(in_bytes).clamp(least, MAX_PREFETCH).ceil()
+        in_batches.min(in_bytes).clamp(least, MAX_PREFETCH).ceil()
     }
 }
 
@@ -180,9 +154,8 @@ impl SharedPrefetch {
     /// Records a message of `bytes` bytes. Returns the new prefetch if it differs enough from the current one.
     pub(super) fn received(&self, bytes: usize) -> Option<NonZeroU16> {
         let mut prefetch = self.lock()?;
-        let now = Instant::now();
-        prefetch.received(bytes, now);
-        prefetch.change(now)
+        prefetch.received(bytes);
+        prefetch.change(Instant::now())
     }
 
     pub(super) fn prepared(&self, inputs: usize, tokens: usize) {
@@ -206,24 +179,17 @@ mod tests {
     struct Rig {
         prefetch: Prefetch,
         now: Instant,
-        /// The time between two messages.
-        interval: Duration,
     }
 
     impl Rig {
         fn new() -> Self {
             let now = Instant::now();
-            Self {
-                prefetch: Prefetch::new(LIMITS, 128, 128, now),
-                now: now + CHANGE_INTERVAL,
-                interval: MAX_INTERVAL,
-            }
+            Self { prefetch: Prefetch::new(LIMITS, 128, 128, now), now: now + CHANGE_INTERVAL }
         }
 
         fn take(&mut self, count: usize, (bytes, inputs, tokens): (usize, usize, usize)) {
             for _ in 0..count {
-                self.now += self.interval;
-                self.prefetch.received(bytes, self.now);
+                self.prefetch.received(bytes);
                 self.prefetch.prepared(inputs, tokens);
             }
         }
@@ -250,33 +216,12 @@ mod tests {
     }
 
     #[test]
-    fn it_covers_some_seconds_of_tasks_that_are_larger_than_a_batch() {
-        for (interval_ms, wanted) in [
-            (0, Some(2)),
-            (10, Some(2)),
-            (20, Some(64)),
-            (50, Some(50)),
-            (140, Some(18)),
-            (1_000, Some(3)),
-            (60_000, Some(2)),
-        ] {
-            let mut rig = Rig::new();
-            rig.interval = Duration::from_millis(interval_ms);
-            rig.take(64, (250, 1, 4_000));
-            assert_eq!(rig.change(), wanted, "a task every {interval_ms} ms");
-        }
-    }
-
-    #[test]
-    fn sequences_keep_their_prefetch_and_quick_ones_get_more() {
-        for (interval_ms, wanted) in [(1_000, None), (140, Some(18)), (20, Some(64)), (2, None)] {
-            let mut rig = Rig::new();
-            rig.prefetch = Prefetch::of_sequences(LIMITS, 5, rig.now);
-            rig.interval = Duration::from_millis(interval_ms);
-            rig.take(64, (250, 1, 20));
-            rig.now += CHANGE_INTERVAL;
-            assert_eq!(rig.change(), wanted, "a task every {interval_ms} ms");
-        }
+    fn sequences_keep_their_prefetch_whatever_their_tokens() {
+        let mut rig = Rig::new();
+        rig.prefetch = Prefetch::of_sequences(LIMITS, 5, rig.now);
+        rig.take(64, (250, 1, 20));
+        rig.now += CHANGE_INTERVAL;
+        assert_eq!(rig.change(), None);
     }
 
     #[test]
@@ -285,7 +230,7 @@ mod tests {
         rig.take(64, (100_000, 1, 4));
         assert_eq!(rig.change(), Some(11));
         let mut rig = Rig::new();
-        (0..64).for_each(|_| rig.prefetch.received(100_000, rig.now));
+        (0..64).for_each(|_| rig.prefetch.received(100_000));
         assert_eq!(rig.change(), Some(11));
     }
 
@@ -317,14 +262,13 @@ mod tests {
         assert_eq!(held, [8, 32, 128], "two batches of these are 128");
         let mut rig = Rig::new();
         rig.prefetch = Prefetch::new(LIMITS, 8, 256, rig.now);
-        (0..8).for_each(|_| rig.prefetch.received(100_000, rig.now));
+        (0..8).for_each(|_| rig.prefetch.received(100_000));
         assert_eq!(rig.change(), None, "eleven are as many as the bytes allow");
     }
 
     #[test]
     fn changes_are_at_least_one_interval_apart() {
         let mut rig = Rig::new();
-        rig.interval = Duration::ZERO;
         rig.take(256, (200, 1, 32));
         assert_eq!(rig.change(), Some(64));
         rig.take(2_000, (200, 1, 4));

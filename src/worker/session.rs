@@ -3,14 +3,15 @@
 //! and no connection; the next session opens a new connection. Owns the connection during a session.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tokio::sync::mpsc;
 
 use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
-use super::places::Places;
 use super::prefetch::{Limits, Prefetch, SharedPrefetch};
 use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, ErrorLog, QueueTimeouts, Queues, Settlement, Stalled};
@@ -59,20 +60,15 @@ impl Worker {
         let shared = Arc::new(self.shared(&session, stop));
         let pause = self.control.pause.clone();
         let cancellations = self.control.cancellations.open();
-        let consumers =
-            PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
+        let consumers = [&mut session.consumer].into_iter().chain(&mut session.further).map(Some).collect();
         let intake = Intake::new(shared, consumers, stop.clone(), pause, cancellations);
         let ended = intake.run(faults).await;
         connection_watcher.abort();
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
             // The broker reads the acks that were sent before the close, and then requeues the unsettled tasks.
             let publisher = tokio::time::timeout(CLOSE_TIMEOUT, session.publisher.close());
-            let background = async {
-                if let Some(consumer) = &mut session.background {
-                    consumer.close().await;
-                }
-            };
-            let _ = tokio::join!(publisher, session.consumer.close(), background);
+            let further = join_all(session.further.iter_mut().map(|consumer| consumer.close()));
+            let _ = tokio::join!(publisher, session.consumer.close(), further);
         }
         self.counters.count(|stats| (stats.now.held, stats.now.connected) = (0, false));
         ended
@@ -85,7 +81,7 @@ impl Worker {
             publisher: session.publisher.clone(),
             worker_info: self.worker_info.clone(),
             queues: Queues {
-                task: pool.task_queue.clone(),
+                tasks: pool.queues().into_iter().collect(),
                 reply: pool.reply_queue.clone(),
                 dead_letter: pool.dead_letter_queue.clone(),
                 reserved: self.assignment.reserved_queues.clone(),
@@ -97,22 +93,21 @@ impl Worker {
             error_log: ErrorLog::default(),
             counters: self.counters.clone(),
             stop: stop.clone(),
-            lost_sessions: PerSource::default(),
+            lost_sessions: pool.queues().iter().map(|_| AtomicU64::default()).collect(),
         };
         Shared {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
-            turns: Turns::new(self.assignment.first_prefetch(), 1),
+            shares: pool.queue_shares().into_iter().collect(),
+            turns: Turns::new(1),
             fetcher: self.fetcher.clone(),
-            fetch_turns: Turns::new(self.assignment.first_prefetch(), pool.fetch.at_once),
-            places: Places::new(self.assignment.first_prefetch()),
-            has_one_requester: self.assignment.broker.is_embedded(),
+            fetch_turns: Turns::with_one_for_each_queue(pool.fetch.at_once),
             settlement,
             isolation: self.isolation.clone(),
             reporter: self.control.reporter.clone(),
             crashes: self.control.crashes.clone(),
             withdrawn: self.control.withdrawn.clone(),
-            prefetch: PerSource { main: self.shared_prefetch(), background: self.shared_prefetch() },
+            prefetch: pool.queues().iter().map(|_| self.shared_prefetch()).collect(),
             traces: self.control.traces.clone(),
             sentinels: protocol::Sentinels {
                 by_type: pool.sentinels != config::Sentinels::None,
@@ -146,9 +141,7 @@ impl Worker {
         // While a GPU computes, the CPU preprocesses or answers one more batch.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
         let pool = &self.assignment.pool;
-        // Each queue has a prefetch of its own.
-        let queues = 1 + u64::from(pool.background_queue.is_some());
         let Policy { max_tokens, max_requests, .. } = self.policy;
-        Limits { batches, tokens: max_tokens, requests: max_requests, bytes: pool.prefetch_bytes / queues }
+        Limits { batches, tokens: max_tokens, requests: max_requests, bytes: pool.queue_prefetch_bytes() }
     }
 }

@@ -13,12 +13,11 @@ use tokio::time::timeout;
 
 use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
-use super::places::{Place, Places};
 use super::prefetch::SharedPrefetch;
 use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
-use super::turns::{Crowded, Turn, Turns};
+use super::turns::{Turn, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
-use crate::batching::Group;
+use crate::batching::{Group, QueueShare};
 use crate::broker::{PerSource, Source};
 use crate::config::redact_url;
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
@@ -35,8 +34,6 @@ use crate::telemetry::traces::Traces;
 const CRASH_RECORDS_WAIT: Duration = Duration::from_millis(200);
 /// How often a waiting task checks whether it was cancelled or has expired.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// A body of more bytes than this is large: the broker should not write it again each second.
-const LARGE_BODY_BYTES: usize = 1 << 20;
 /// The most files that are fetched for a task.
 const MAX_URLS: usize = 16;
 /// The most inputs whose reply counts as brief work: writing an embedding of 384 numbers takes 10 µs.
@@ -46,16 +43,14 @@ const MAX_BRIEF_INPUTS: usize = 4;
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) pools: Pools,
+    /// The share of each queue.
+    pub(super) shares: PerSource<QueueShare>,
     /// Turns on the thread for long preparation.
     pub(super) turns: Turns,
     /// Fetches files. None if the pool allows no source.
     pub(super) fetcher: Option<Arc<Fetcher>>,
     /// Turns at fetching files.
     pub(super) fetch_turns: Turns,
-    /// The accepted tasks of the main queue.
-    pub(super) places: Places,
-    /// Whether all tasks have the same requester, so that none is put off for the sake of others.
-    pub(super) has_one_requester: bool,
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
     pub(super) reporter: Reporter,
@@ -94,7 +89,7 @@ struct Admitted<'a> {
 }
 
 impl Shared {
-    /// Runs one task to its end. Without a `place` it is not put off to free a place for others.
+    /// Runs one task to its end.
     ///
     /// # Errors
     /// As [`Settlement::settle`].
@@ -103,7 +98,6 @@ impl Shared {
         mut accepted: Accepted,
         state: Arc<TaskState>,
         mut expected: Expected,
-        place: Option<Place>,
     ) -> Result<(), WorkerError> {
         let mut timings = Timings {
             queue_us: micros(accepted.task.time_in_queue(SystemTime::now())),
@@ -111,7 +105,6 @@ impl Shared {
         };
         let membership;
         (membership, expected) = self.isolate(&mut accepted, &state, expected).await;
-        let place = place.filter(|_| membership.is_none());
         let mut probe = None;
         let outcome = if let Some(refusal) = self.refusal(&accepted) {
             drop(expected);
@@ -119,7 +112,6 @@ impl Shared {
         } else {
             let Some(admitted) = self.admit(&accepted, &state, expected).await? else { return Ok(()) };
             probe = admitted.probe;
-            let mut may_leave = place.is_some();
             let mut expected = admitted.expected;
             loop {
                 let mut parts = None;
@@ -130,16 +122,11 @@ impl Shared {
                     task: &task,
                     state: &state,
                     membership: membership.as_ref(),
-                    place: place.as_ref().filter(|_| may_leave),
                 };
                 let computed = tokio::select! {
                     biased;
                     computed = run.compute(expected, &mut timings, &mut parts) => computed,
                     error = self.wait_for_expiry(&state) => Err(error.into()),
-                    () = run.wait_to_be_put_off() => {
-                        let is_large = task.message.body.len() > LARGE_BODY_BYTES;
-                        Err(Outcome::PutOff(WaitsFor::Place { is_large }))
-                    }
                 };
                 // Kept whatever the result is, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
@@ -157,10 +144,7 @@ impl Shared {
                         if self.settlement.settle(&accepted, outcome, &timings).await? == Settled::Yes {
                             return Ok(());
                         }
-                        if let Some(place) = &place {
-                            place.stay();
-                        }
-                        (may_leave, expected) = (false, Expected::new(&self.engine));
+                        expected = Expected::new(&self.engine);
                     }
                     Err(outcome) => break outcome,
                     Ok(body) => break Outcome::Answered(body),
@@ -369,46 +353,12 @@ struct Run<'a> {
     state: &'a Arc<TaskState>,
     /// Its membership in a group of isolated tasks.
     membership: Option<&'a Membership>,
-    /// Its place, if it may be put off for the sake of others.
-    place: Option<&'a Place>,
 }
 
 impl Run<'_> {
     /// Returns the task's isolated group, until the time of the group is over.
     fn group(&self) -> Option<Group> {
         self.membership.and_then(Membership::group)
-    }
-
-    /// Returns when the task is to be put off because its requester holds too many places.
-    async fn wait_to_be_put_off(&self) {
-        match self.place {
-            Some(place) => place.wait_to_be_put_off().await,
-            None => pending().await,
-        }
-    }
-
-    /// Waits until the task may begin. It may be put off meanwhile.
-    async fn wait_to_begin(&self, expected: Expected) -> Result<Expected, TaskError> {
-        let Some(place) = self.place.filter(|place| !place.may_begin()) else { return Ok(expected) };
-        // The engine should not wait for this task meanwhile.
-        drop(expected);
-        tokio::select! {
-            biased;
-            () = place.wait_to_begin() => Ok(Expected::new(&self.shared.engine)),
-            error = self.wait_until_unwanted() => Err(error),
-        }
-    }
-
-    fn stay(&self) {
-        if let Some(place) = self.place {
-            place.stay();
-        }
-    }
-
-    async fn wait_to_stay(&self) {
-        if let Some(place) = self.place {
-            place.wait_to_stay().await;
-        }
     }
 
     /// Computes the task's answer. The parts of its reply that are under way are left in `parts`.
@@ -423,7 +373,6 @@ impl Run<'_> {
         task.check_names()?;
         task.deadline()?;
         shared.check(task, state)?;
-        let expected = self.wait_to_begin(expected).await?;
         let began = Instant::now();
         let (Fetched { task: with_body, files }, expected) = self.fetch_files(expected).await?;
         let engine = shared.engine.clone();
@@ -434,6 +383,11 @@ impl Run<'_> {
             drop(expected);
             (self.in_turn(preprocess).await?, Expected::new(&shared.engine))
         } else {
+            let turn = self.wait_for_preparation(effort).await?;
+            let preprocess = move || {
+                let _turn = turn;
+                preprocess()
+            };
             (self.prepare(effort, preprocess).await?, expected)
         };
         if job.takes_long() {
@@ -453,7 +407,6 @@ impl Run<'_> {
         drop(expected);
         *parts = Parts::start(&shared.settlement, task, &*job);
         let JobEnd { computed, has_left } = self.run_job(&mut *job, parts.as_mut()).await?;
-        self.stay();
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
@@ -477,11 +430,11 @@ impl Run<'_> {
         let brief = computed.failed || effort == Effort::Brief && job.inputs() <= MAX_BRIEF_INPUTS;
         let is_slow = !computed.failed && job.is_finish_slow();
         let write = async {
-            // An isolated task waits for no turn, as in `wait_for_turn`. A task that is computed may not leave.
+            // An isolated task waits for no turn, as in `wait_for_turn`.
             if !is_slow || self.group().is_some() {
                 return shared.pools.reply.run(brief, move || job.finish()).await;
             }
-            let turn = shared.turns.take(self.state.requester, false).await;
+            let turn = shared.turns.take(self.state.owner).await;
             let write = move || {
                 let _turn = turn;
                 job.finish()
@@ -544,7 +497,7 @@ impl Run<'_> {
             }
             let to_outcome = |failure: Failure| {
                 let (kind, why) = match failure {
-                    Failure::OverBudget => return Outcome::PutOff(WaitsFor::Turn),
+                    Failure::OverBudget => return Outcome::PutOff(WaitsFor::Memory),
                     Failure::Refused(why) => (TaskErrorKind::BadInput, why),
                     Failure::TooLarge(why) => (TaskErrorKind::TooLarge, why),
                     Failure::Unavailable(why) => (TaskErrorKind::Unavailable, why),
@@ -563,7 +516,7 @@ impl Run<'_> {
             // A JSON body is decoded as a whole, on a thread that other tasks need, so its size is limited.
             let is_json_body = path == DATAREF && message.is_json();
             let claim = Claim {
-                requester: self.state.requester,
+                owner: self.state.owner,
                 waits_for_memory: self.group().is_none(),
                 max_size: if is_json_body { shared.max_body } else { u64::MAX },
                 task_bytes: fetched_bytes,
@@ -623,7 +576,7 @@ impl Run<'_> {
     async fn in_turn<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
-    ) -> Result<T, Outcome> {
+    ) -> Result<T, TaskError> {
         let Self { shared, .. } = *self;
         let turn = self.wait_for_turn(&shared.turns, None).await?;
         let work = move || {
@@ -631,24 +584,32 @@ impl Run<'_> {
             let _turn = turn;
             work()
         };
-        Ok(self.prepare_on(&shared.pools.long, false, work).await?)
+        self.prepare_on(&shared.pools.long, false, work).await
+    }
+
+    /// Waits until a task of this effort may be prepared. The threads do their work in the order of its arrival, so with
+    /// several queues the tasks of one that arrive at once would hold up those of another.
+    async fn wait_for_preparation(&self, effort: Effort) -> Result<Option<Turn>, TaskError> {
+        if effort == Effort::Brief || self.shared.shares.count() == 1 {
+            return Ok(None);
+        }
+        self.wait_for_turn(&self.shared.pools.slice_turns, None).await
     }
 
     /// Waits for a turn of the task's requester, at a server if one is named. None: an isolated task needs no turn.
-    async fn wait_for_turn(&self, turns: &Turns, server: Option<u64>) -> Result<Option<Turn>, Outcome> {
+    async fn wait_for_turn(&self, turns: &Turns, server: Option<u64>) -> Result<Option<Turn>, TaskError> {
         let turn = async {
             // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
             if self.group().is_some() {
-                return Ok(None);
+                return None;
             }
-            turns.take_at(server, self.state.requester, self.place.is_some()).await.map(Some)
+            Some(turns.take_at(server, self.state.owner).await)
         };
-        let turn = tokio::select! {
+        tokio::select! {
             biased;
-            turn = turn => turn,
-            error = self.wait_until_unwanted() => return Err(error.into()),
-        };
-        turn.map_err(|Crowded| Outcome::PutOff(WaitsFor::Turn))
+            turn = turn => Ok(turn),
+            error = self.wait_until_unwanted() => Err(error),
+        }
     }
 
     /// Returns the task's error once its answer is no longer wanted: the task was cancelled or has expired.
@@ -688,11 +649,8 @@ impl Run<'_> {
         };
         // An isolated task does not wait for memory. Tasks that are computed only after it hold that memory, so
         // waiting would deadlock.
-        let _memory = if self.group().is_some() {
-            None
-        } else {
-            Some(engine.memory().room(self.state.requester).await)
-        };
+        let _memory =
+            if self.group().is_some() { None } else { Some(engine.memory().room(self.state.owner).await) };
         self.without_groups(pool.run(brief, work)).await.map_err(internal_error)?
     }
 
@@ -702,11 +660,11 @@ impl Run<'_> {
         if let Some(source) = source {
             while poll_fn(|context| source.poll_wanted(context)).await {
                 let source = source.clone();
-                // An isolated task waits for no turn. A task that may not leave is always given one.
+                // An isolated task waits for no turn.
                 let turns = &self.shared.pools.slice_turns;
                 let _turn = match self.group() {
                     Some(_) => None,
-                    None => turns.take(self.state.requester, false).await.ok(),
+                    None => Some(turns.take(self.state.owner).await),
                 };
                 if let Err(error) = self.prepare(Effort::Usual, move || source.pull()).await {
                     return error;
@@ -733,13 +691,11 @@ impl Run<'_> {
         // Whether the latest part was returned as unroutable. Written here, read by `requester_leaves`.
         let (unroutable, is_unroutable) = watch::channel(false);
         let mut requester_leaves = pin!(self.requester_leaves(is_unroutable));
-        // The first part is held back while too many tasks stay.
-        let mut is_held_back = false;
         loop {
-            let ready = !is_held_back && parts.as_ref().is_some_and(|parts| parts.is_ready());
+            let ready = parts.as_ref().is_some_and(|parts| parts.is_ready());
             let progress = async {
                 match parts.as_deref_mut() {
-                    Some(parts) if !ready && !is_held_back => parts.progress().await,
+                    Some(parts) if !ready => parts.progress().await,
                     _ => pending().await,
                 }
             };
@@ -753,10 +709,6 @@ impl Run<'_> {
                     }
                     continue;
                 }
-                () = self.wait_to_stay(), if is_held_back => {
-                    is_held_back = false;
-                    continue;
-                }
                 () = &mut requester_leaves, if !has_left.load(Relaxed) && self.state.cancellation().is_none() => {
                     tracing::info!(task.id = self.task.id, "the task's reply queue does not exist any more; the task ends");
                     has_left.store(true, Relaxed);
@@ -768,14 +720,7 @@ impl Run<'_> {
                 (JobEvent::Done(computed), _) => {
                     return JobEnd { computed, has_left: has_left.load(Relaxed) };
                 }
-                (JobEvent::Parts(unwritten), Some(parts)) => {
-                    if self.place.is_none_or(Place::try_to_stay) {
-                        parts.send(self.write_parts(unwritten).await);
-                    } else {
-                        // They are not lost: the next event has them again.
-                        is_held_back = true;
-                    }
-                }
+                (JobEvent::Parts(unwritten), Some(parts)) => parts.send(self.write_parts(unwritten).await),
                 (JobEvent::Parts(_), None) => {}
             }
         }

@@ -1,23 +1,16 @@
 //! Decides whose task is prepared next on the thread for long preparation (such as that of a grammar), whose further
-//! inputs are prepared next, whose files are fetched next, and which tasks are put off instead. Requesters take turns,
-//! however many tasks each has. A waiting task holds one of the messages that the broker grants. So when too many
-//! wait, tasks of the requester that has the most are put off: they wait in a retry queue. Owns the list of waiting
-//! tasks. Does no I/O.
+//! inputs are prepared next, and whose files are fetched next. Queues have turns by their shares, counted in the time
+//! that turns take. The requesters of a queue take turns, however many tasks each has. Owns the list of waiting tasks.
+//! Does no I/O.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
-/// How often each waiting task checks whether too many tasks wait.
-const REVIEW_INTERVAL: Duration = Duration::from_millis(100);
-/// All waiting tasks may go on waiting if their turns together are expected to take less than this.
-const SHORT_WAIT: Duration = Duration::from_secs(1);
-/// The weight of the latest turn in the average of how long turns take.
-const LATEST_WEIGHT: f64 = 0.25;
+use crate::batching::{Owner, Shares};
 
 /// The tasks that wait for a turn. Clones share the list.
 #[derive(Clone)]
@@ -25,112 +18,85 @@ pub(super) struct Turns(Arc<Mutex<Lane>>);
 
 #[derive(Default)]
 struct Lane {
-    /// The turns that are under way. Bound: `max_turns`.
+    /// The turns that are under way. Bound: `max_turns`, and one more for each queue.
     current: Vec<Current>,
     /// The most turns at once. A requester has at most half of them, and so has a server from which files are fetched.
     max_turns: usize,
-    /// How long turns take, on average.
-    average_turn: Duration,
+    /// Whether a queue without a turn may have one although there are `max_turns`: turns that last until a server answers,
+    /// or until there is memory, are not given back soon.
+    has_one_for_each_queue: bool,
+    /// The time that queues have had, in microseconds.
+    shares: Shares,
     /// The waiting tasks, in the order of arrival. A task that no longer waits has dropped its receiver.
     waiting: Vec<WaitingTask>,
-    /// The rank of each requester that waits or has a turn; the lowest rank is next. After n turns in all, a requester
-    /// that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes after the
-    /// requesters that were waiting when it arrived, and before the requester of the latest turn.
-    ranks: HashMap<u64, u64>,
+    /// The rank of each requester that waits or has a turn; the lowest rank of a queue is next. After n turns in all, a
+    /// requester that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes after
+    /// the requesters that were waiting when it arrived, and before the requester of the latest turn.
+    ranks: HashMap<Owner, u64>,
     /// The number of turns so far.
     turns: u64,
-    /// The most tasks that may wait, unless all of them are expected to be done within [`SHORT_WAIT`].
-    max_waiting: usize,
 }
 
 struct Current {
-    requester: u64,
+    owner: Owner,
     server: Option<u64>,
     began: Instant,
 }
 
 /// A task that waits for its turn.
 struct WaitingTask {
-    requester: u64,
+    owner: Owner,
     /// The hash of the server's name. None: turns at this server are not limited.
     server: Option<u64>,
-    /// Whether it may be sent to wait in a retry queue.
-    may_leave: bool,
-    /// Written once, by whoever ends a turn or reviews the lane; read by the task.
-    decision: oneshot::Sender<Decision>,
-}
-
-enum Decision {
-    Begin(Turn),
-    PutOff,
+    /// Written once, by whoever begins its turn; read by the task.
+    begin: oneshot::Sender<Turn>,
 }
 
 /// While this exists, a task has a turn.
 pub(super) struct Turn {
     turns: Turns,
-    requester: u64,
+    owner: Owner,
     server: Option<u64>,
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.turns.0.lock().end(self.requester, self.server, Instant::now());
+        self.turns.0.lock().end(self.owner, self.server, Instant::now());
         self.turns.begin();
     }
 }
 
-/// Too many tasks wait, and this task's requester has the most of them: the task is to wait in a retry queue.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Crowded;
-
 impl Turns {
-    /// Creates an empty list, for at most `max_turns` turns at once. [`Turns::set_granted`] explains `granted`.
-    pub(super) fn new(granted: u16, max_turns: usize) -> Self {
-        let turns = Self(Arc::default());
-        turns.0.lock().max_turns = max_turns;
-        turns.set_granted(granted);
-        turns
+    /// Creates an empty list, for at most `max_turns` turns at once.
+    pub(super) fn new(max_turns: usize) -> Self {
+        Self(Arc::new(Mutex::new(Lane { max_turns, ..Lane::default() })))
     }
 
-    /// Sets how many unsettled messages the broker may send now. At most half of them may be tasks that wait for a
-    /// turn.
-    pub(super) fn set_granted(&self, granted: u16) {
-        self.0.lock().max_waiting = (usize::from(granted) / 2).max(1);
+    /// The same; a queue without a turn may have one more.
+    pub(super) fn with_one_for_each_queue(max_turns: usize) -> Self {
+        let lane = Lane { max_turns, has_one_for_each_queue: true, ..Lane::default() };
+        Self(Arc::new(Mutex::new(lane)))
     }
 
-    /// Waits until a task of `requester` has its turn. Without `may_leave`, it waits as long as that takes. Safe to
-    /// cancel.
-    ///
-    /// # Errors
-    /// [`Crowded`]: the task is to wait in a retry queue.
-    pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
-        self.take_at(None, requester, may_leave).await
+    /// Waits until a task of `owner` has its turn. Safe to cancel.
+    pub(super) async fn take(&self, owner: Owner) -> Turn {
+        self.take_at(None, owner).await
     }
 
     /// As [`Turns::take`], for a turn at a server from which files are fetched.
-    pub(super) async fn take_at(
-        &self,
-        server: Option<u64>,
-        requester: u64,
-        may_leave: bool,
-    ) -> Result<Turn, Crowded> {
-        let (decision, mut decided) = oneshot::channel();
+    pub(super) async fn take_at(&self, server: Option<u64>, owner: Owner) -> Turn {
+        let (begin, begun) = oneshot::channel();
         {
             let mut lane = self.0.lock();
             let rank = 2 * lane.turns;
-            lane.ranks.entry(requester).or_insert(rank);
-            lane.waiting.push(WaitingTask { requester, server, may_leave, decision });
-            lane.review(Instant::now());
+            lane.ranks.entry(owner).or_insert(rank);
+            lane.waiting.push(WaitingTask { owner, server, begin });
         }
         self.begin();
-        loop {
-            match timeout(REVIEW_INTERVAL, &mut decided).await {
-                Ok(Ok(Decision::Begin(turn))) => return Ok(turn),
-                // The sender is dropped only after a decision.
-                Ok(Ok(Decision::PutOff) | Err(_)) => return Err(Crowded),
-                Err(_) if may_leave => self.0.lock().review(Instant::now()),
-                Err(_) => {}
-            }
+        match begun.await {
+            Ok(turn) => turn,
+            // The lane keeps the sender until it has begun the turn, and this task holds the lane.
+            Err(_) => std::future::pending().await,
         }
     }
 
@@ -139,208 +105,146 @@ impl Turns {
     fn begin(&self) {
         loop {
             let next = self.0.lock().next(Instant::now());
-            let Some(WaitingTask { decision, requester, server, .. }) = next else { return };
-            let _ = decision.send(Decision::Begin(Turn { turns: self.clone(), requester, server }));
+            let Some(WaitingTask { begin, owner, server }) = next else { return };
+            let _ = begin.send(Turn { turns: self.clone(), owner, server });
         }
     }
 }
 
 impl Lane {
     /// Ends a turn of this requester at this server.
-    fn end(&mut self, requester: u64, server: Option<u64>, now: Instant) {
-        let is_it = |current: &Current| current.requester == requester && current.server == server;
+    fn end(&mut self, owner: Owner, server: Option<u64>, now: Instant) {
+        let is_it = |current: &Current| current.owner == owner && current.server == server;
         if let Some(index) = self.current.iter().position(is_it) {
-            let current = self.current.remove(index);
-            let duration = now.saturating_duration_since(current.began);
-            self.average_turn =
-                self.average_turn.mul_f64(1.0 - LATEST_WEIGHT) + duration.mul_f64(LATEST_WEIGHT);
+            let took = now.saturating_duration_since(self.current.remove(index).began);
+            self.shares.serve(owner.queue, u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
         }
     }
 
     /// Begins the turn of the next task that may have one, and returns that task.
     fn next(&mut self, now: Instant) -> Option<WaitingTask> {
         self.remove_departed();
-        if self.current.len() >= self.max_turns {
-            return None;
-        }
+        let of_queue =
+            |task: &WaitingTask| self.current.iter().filter(|it| it.owner.queue == task.owner.queue).count();
         let may_begin = |(_, task): &(usize, &WaitingTask)| {
-            let of_requester = self.current.iter().filter(|current| current.requester == task.requester);
+            let is_full = self.current.len() >= self.max_turns;
+            let is_first_of_queue = self.has_one_for_each_queue && of_queue(task) == 0;
+            if is_full && !is_first_of_queue {
+                return false;
+            }
+            let of_requester = self.current.iter().filter(|current| current.owner == task.owner);
             let at_server = self.current.iter().filter(|current| current.server == task.server);
             let half = self.max_turns.div_ceil(2);
-            of_requester.count() < half && (task.server.is_none() || at_server.count() < half)
+            of_requester.count() < half
+                && (task.server.is_none() || at_server.count() < half || is_first_of_queue)
         };
-        let rank = |(_, task): &(usize, &WaitingTask)| self.ranks.get(&task.requester);
+        let rank = |(_, task): &(usize, &WaitingTask)| {
+            // The time of a turn is known at its end, so of queues with equal starts the one with fewer turns is next.
+            let queue = (self.shares.start(task.owner.queue), of_queue(task));
+            (queue, self.ranks.get(&task.owner).copied())
+        };
         // Of tasks with the same rank, `min_by_key` returns the first, which arrived first.
         let (index, _) = self.waiting.iter().enumerate().filter(may_begin).min_by_key(rank)?;
         let task = self.waiting.remove(index);
         self.turns += 1;
-        self.ranks.insert(task.requester, 2 * self.turns + 1);
-        self.current.push(Current { requester: task.requester, server: task.server, began: now });
+        self.ranks.insert(task.owner, 2 * self.turns + 1);
+        self.current.push(Current { owner: task.owner, server: task.server, began: now });
         Some(task)
-    }
-
-    /// Sends tasks to a retry queue while too many wait: each time the latest task of the requester that has the most.
-    /// Ties between requesters are broken at random. Otherwise a task that returns from its retry queue would be the
-    /// latest each time, and be put off again.
-    fn review(&mut self, now: Instant) {
-        self.remove_departed();
-        let elapsed = |current: &Current| now.saturating_duration_since(current.began);
-        let turn_time = self.current.iter().map(elapsed).max().unwrap_or_default().max(self.average_turn);
-        let total_time = |waiting: usize| turn_time * waiting as u32 / self.max_turns.max(1) as u32;
-        while self.waiting.len() > self.max_waiting && total_time(self.waiting.len()) > SHORT_WAIT {
-            let mut counts: HashMap<u64, usize> = HashMap::new();
-            for task in &self.waiting {
-                *counts.entry(task.requester).or_default() += 1;
-            }
-            let keys: HashMap<u64, (usize, u32)> =
-                counts.into_iter().map(|(requester, count)| (requester, (count, rand::random()))).collect();
-            let leaving = self.waiting.iter().enumerate().filter(|(_, task)| task.may_leave);
-            // Of tasks with the same key, `max_by_key` returns the last, which is the latest of its requester.
-            let Some((index, _)) = leaving.max_by_key(|(_, task)| keys.get(&task.requester)) else {
-                return;
-            };
-            let _ = self.waiting.remove(index).decision.send(Decision::PutOff);
-        }
     }
 
     /// Forgets tasks that no longer wait, and requesters without a task.
     fn remove_departed(&mut self) {
-        self.waiting.retain(|task| !task.decision.is_closed());
-        let current = self.current.iter().map(|current| current.requester);
-        let present: HashSet<u64> = current.chain(self.waiting.iter().map(|task| task.requester)).collect();
-        self.ranks.retain(|requester, _| present.contains(requester));
+        self.waiting.retain(|task| !task.begin.is_closed());
+        let current = self.current.iter().map(|current| current.owner);
+        let present: HashSet<Owner> = current.chain(self.waiting.iter().map(|task| task.owner)).collect();
+        self.ranks.retain(|owner, _| present.contains(owner));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use futures_util::FutureExt as _;
+    use tokio::task::JoinHandle;
 
     use super::*;
+    use crate::batching::QueueShare;
 
-    const GRANTED: u16 = 8;
+    fn of(requester: u64) -> Owner {
+        Owner { requester, ..Owner::default() }
+    }
 
     /// Starts a task that waits for its turn.
-    async fn waits(
-        turns: &Turns,
-        requester: u64,
-        may_leave: bool,
-    ) -> tokio::task::JoinHandle<Result<Turn, Crowded>> {
+    async fn waits(turns: &Turns, requester: u64) -> JoinHandle<Turn> {
         let turns = turns.clone();
-        let task = tokio::spawn(async move { turns.take(requester, may_leave).await });
+        let task = tokio::spawn(async move { turns.take(of(requester)).await });
         tokio::task::yield_now().await;
         task
     }
 
-    /// Returns the requesters in the order of their turns until nobody waits. Each turn takes `each`.
-    async fn order(
-        mut turn: Turn,
-        each: Duration,
-        mut waiting: Vec<(u64, tokio::task::JoinHandle<Result<Turn, Crowded>>)>,
-    ) -> Vec<u64> {
+    #[tokio::test]
+    async fn a_newcomer_waits_for_the_current_turn_and_one_more_at_most() {
+        let turns = Turns::new(1);
+        let mut turn = turns.take(of(1)).await;
+        let mut waiting = Vec::new();
+        for requester in [1, 1, 1, 2, 3, 2] {
+            waiting.push((requester, waits(&turns, requester).await));
+        }
         let mut order = Vec::new();
         while !waiting.is_empty() {
-            tokio::time::sleep(each).await;
             drop(turn);
             tokio::task::yield_now().await;
             let index = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has a turn");
             let (requester, task) = waiting.remove(index);
-            turn = task.now_or_never().unwrap().unwrap().expect("it has its turn");
+            turn = task.await.unwrap();
             order.push(requester);
         }
-        order
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_newcomer_waits_for_the_current_turn_and_one_more_at_most() {
-        let turns = Turns::new(GRANTED, 1);
-        let turn = turns.take(1, true).await.unwrap();
-        let mut waiting = Vec::new();
-        for requester in [1, 1, 1, 2, 3, 2] {
-            waiting.push((requester, waits(&turns, requester, true).await));
-        }
-        let order = order(turn, Duration::from_millis(20), waiting).await;
         assert_eq!(order, [2, 3, 1, 2, 1, 1]);
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn slow_turns_let_half_the_granted_tasks_wait_and_put_off_the_rest() {
-        let turns = Turns::new(GRANTED, 1);
-        let _turn = turns.take(1, true).await.unwrap();
-        let mut waiting = Vec::new();
-        for requester in [2, 1, 1, 1, 1, 1, 1] {
-            waiting.push(waits(&turns, requester, true).await);
-        }
-        tokio::time::sleep(Duration::from_millis(90)).await;
-        assert!(waiting.iter().all(|task| !task.is_finished()), "seven turns of 90 ms take less than 1 s");
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        let left: Vec<bool> = waiting.iter().map(|task| task.is_finished()).collect();
-        assert_eq!(left, [false, false, false, false, true, true, true], "the latest of requester 1");
-        let late = waits(&turns, 3, true).await;
-        assert!(waiting[3].is_finished() && !late.is_finished(), "there is room for another requester");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_newcomer_sometimes_stays_where_each_requester_has_one_task() {
-        let turns = Turns::new(GRANTED, 1);
-        let _turn = turns.take(0, true).await.unwrap();
-        let mut waiting = Vec::new();
-        for requester in 1..=4 {
-            waiting.push(waits(&turns, requester, true).await);
-        }
-        tokio::time::sleep(SHORT_WAIT).await;
-        let mut stayed = 0;
-        for newcomer in 5..105 {
-            let task = waits(&turns, newcomer, true).await;
-            stayed += u32::from(!task.is_finished());
-            waiting.push(task);
-        }
-        // Each has a chance of four in five.
-        assert!((40..100).contains(&stayed), "{stayed}");
-    }
-
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_requester_has_at_most_half_of_several_turns_at_once() {
-        let turns = Turns::new(GRANTED, 4);
+        let turns = Turns::new(4);
         let mut first = Vec::new();
         for _ in 0..4 {
-            first.push(waits(&turns, 1, true).await);
+            first.push(waits(&turns, 1).await);
         }
         let begun: Vec<bool> = first.iter().map(|task| task.is_finished()).collect();
         assert_eq!(begun, [true, true, false, false]);
-        let (second, third) = (waits(&turns, 2, true).await, waits(&turns, 3, true).await);
-        let fourth = waits(&turns, 4, true).await;
+        let (second, third) = (waits(&turns, 2).await, waits(&turns, 3).await);
+        let fourth = waits(&turns, 4).await;
         assert!(second.is_finished() && third.is_finished() && !fourth.is_finished());
-        drop(second.await.unwrap().unwrap());
+        drop(second.await.unwrap());
         tokio::task::yield_now().await;
         assert!(fourth.is_finished() && !first[2].is_finished(), "the first requester has its half");
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_server_has_at_most_half_of_several_turns_whoever_asks() {
-        let turns = Turns::new(GRANTED, 4);
+        let turns = Turns::new(4);
         let mut slow = Vec::new();
         for requester in 0..4 {
             let turns = turns.clone();
-            slow.push(tokio::spawn(async move { turns.take_at(Some(7), requester, true).await }));
+            slow.push(tokio::spawn(async move { turns.take_at(Some(7), of(requester)).await }));
             tokio::task::yield_now().await;
         }
         let begun: Vec<bool> = slow.iter().map(|task| task.is_finished()).collect();
         assert_eq!(begun, [true, true, false, false]);
-        let other = turns.take_at(Some(8), 9, true).now_or_never();
-        assert!(other.is_some_and(|turn| turn.is_ok()), "the other half is for other servers");
-        drop(slow.remove(0).await.unwrap().unwrap());
+        let other = turns.take_at(Some(8), of(9)).now_or_never();
+        assert!(other.is_some(), "the other half is for other servers");
+        drop(slow.remove(0).await.unwrap());
         tokio::task::yield_now().await;
         assert!(slow[1].is_finished() && !slow[2].is_finished());
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn the_end_of_one_turn_makes_room_for_two() {
-        let turns = Turns::new(GRANTED, 4);
-        let hostile = [turns.take_at(Some(7), 1, true).await, turns.take_at(Some(7), 1, true).await];
+        let turns = Turns::new(4);
+        let hostile = [turns.take_at(Some(7), of(1)).await, turns.take_at(Some(7), of(1)).await];
         let wait = |server, requester| {
             let turns = turns.clone();
-            tokio::spawn(async move { turns.take_at(Some(server), requester, true).await })
+            tokio::spawn(async move { turns.take_at(Some(server), of(requester)).await })
         };
         let (third, innocent) = (wait(8, 1), wait(7, 2));
         tokio::task::yield_now().await;
@@ -351,29 +255,55 @@ mod tests {
         assert!(third.is_finished() && innocent.is_finished());
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn tasks_that_cannot_be_put_off_keep_waiting() {
-        let turns = Turns::new(GRANTED, 1);
-        let turn = turns.take(1, true).await.unwrap();
-        let mut waiting = Vec::new();
-        for _ in 0..6 {
-            waiting.push((1, waits(&turns, 1, false).await));
-        }
-        let order = order(turn, Duration::from_secs(2), waiting).await;
-        assert_eq!(order, [1; 6]);
-    }
-
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_task_that_stopped_waiting_gets_no_turn() {
-        let turns = Turns::new(GRANTED, 1);
-        let turn = turns.take(1, true).await.unwrap();
-        let gone = waits(&turns, 2, true).await;
-        let stays = waits(&turns, 3, true).await;
+        let turns = Turns::new(1);
+        let turn = turns.take(of(1)).await;
+        let gone = waits(&turns, 2).await;
+        let stays = waits(&turns, 3).await;
         gone.abort();
         tokio::task::yield_now().await;
         drop(turn);
-        assert!(stays.await.unwrap().is_ok());
-        assert!(turns.take(4, true).now_or_never().is_some_and(|turn| turn.is_ok()), "nobody has the turn");
-        assert!(turns.0.lock().ranks.is_empty() || turns.0.lock().ranks.len() == 1);
+        drop(stays.await.unwrap());
+        assert!(turns.take(of(4)).now_or_never().is_some(), "nobody has the turn");
+        assert!(turns.0.lock().ranks.len() <= 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn queues_have_turns_by_their_shares_whatever_the_number_of_their_requesters() {
+        let turns = Turns::new(1);
+        let mut turn = turns.take(of(99)).await;
+        let mut waiting = Vec::new();
+        for requester in 0..40 {
+            let other =
+                Owner { queue: QueueShare { queue: 1, share: 3_000 }, requester: 1, background: false };
+            for owner in [of(requester), other] {
+                let turns = turns.clone();
+                waiting.push((owner, tokio::spawn(async move { turns.take(owner).await })));
+                tokio::task::yield_now().await;
+            }
+        }
+        let mut of_other = 0;
+        for _ in 0..40 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            drop(turn);
+            tokio::task::yield_now().await;
+            let index = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has a turn");
+            let (owner, task) = waiting.remove(index);
+            turn = task.await.unwrap();
+            of_other += owner.queue.queue;
+        }
+        assert!((29..=31).contains(&of_other), "{of_other} of 40 turns");
+    }
+
+    #[tokio::test]
+    async fn a_queue_without_a_turn_has_one_though_all_are_taken() {
+        let turns = Turns::with_one_for_each_queue(2);
+        let held = [turns.take(of(1)).await, turns.take(of(2)).await];
+        assert!(turns.take(of(3)).now_or_never().is_none());
+        let other = Owner { queue: QueueShare { queue: 1, share: 1 }, requester: 1, background: false };
+        let _one = turns.take(other).now_or_never().expect("the queue has none");
+        assert!(turns.take(Owner { requester: 2, ..other }).now_or_never().is_none());
+        drop(held);
     }
 }

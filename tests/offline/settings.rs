@@ -45,6 +45,7 @@ fn default_pool() -> Pool {
         name: "embed".to_owned(),
         task_queue: "sconce.tasks".to_owned(),
         background_queue: None,
+        queue: Vec::new(),
         reply_queue: Some("sconce.replies".to_owned()),
         dead_letter_queue: "sconce.dead".to_owned(),
         reply_timeout: Duration::from_secs(90),

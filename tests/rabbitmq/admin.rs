@@ -40,7 +40,7 @@ pub async fn metrics(admin: &str) -> BTreeMap<String, f64> {
 }
 
 /// Waits until a metric has this value.
-async fn metric_becomes(admin: &str, name: &str, wanted: f64) {
+pub async fn metric_becomes(admin: &str, name: &str, wanted: f64) {
     let what = format!("{name} is {wanted}");
     until(&what, || async { metrics(admin).await.get(name).is_some_and(|it| *it == wanted).then_some(()) })
         .await;

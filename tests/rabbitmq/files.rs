@@ -201,39 +201,3 @@ async fn a_task_that_expires_while_its_file_comes_leaves_its_place_and_its_conne
     .await;
     assert_eq!(sconce.stop().await, 0);
 }
-
-#[tokio::test(flavor = "multi_thread")]
-async fn servers_that_never_answer_stop_no_other_requester() {
-    let rabbit = Rabbit::shared();
-    let asked = Arc::new(AtomicUsize::new(0));
-    let count = asked.clone();
-    let silent = serve(move |mut stream| {
-        count.fetch_add(1, Ordering::SeqCst);
-        let _ = stream.read_to_end(&mut Vec::new());
-    });
-    let good = plain(|_, stream| ok(BODY, stream));
-    let sources =
-        [silent, good].map(|port| format!(r#"{{url = "http://127.0.0.1:{port}/", private = true}}"#));
-    let settings = Settings::echo(rabbit.url())
-        .set("pool[0].allowed_sources", format!("[{}]", sources.join(", ")))
-        .set("pool[0].fetch.timeout", "5m")
-        .set("pool[0].prefetch", 16);
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&rabbit.url()).await;
-    let (hostile, mut innocent) = (client.private_inbox().await, client.private_inbox().await);
-    let slow = (0..40).map(|_| named(&format!("http://127.0.0.1:{silent}/a")).reply_to(&hostile.queue));
-    client.publish_all(&settings.tasks, slow).await;
-    crate::wait::until("two fetches, which is half of four", || async {
-        (asked.load(Ordering::SeqCst) == 2).then_some(())
-    })
-    .await;
-    for _ in 0..3 {
-        client.publish(&settings.tasks, Task::new(json!({"input": "sent"})).reply_to(&innocent.queue)).await;
-        assert_eq!(input(&innocent.next().await), "sent");
-        let url = format!("http://127.0.0.1:{good}/a");
-        client.publish(&settings.tasks, named(&url).reply_to(&innocent.queue)).await;
-        assert_eq!(input(&innocent.next().await), "fetched");
-    }
-    assert_eq!(asked.load(Ordering::SeqCst), 2, "no more than half of the places");
-    assert_eq!(sconce.stop().await, 0);
-}

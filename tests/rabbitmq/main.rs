@@ -42,6 +42,7 @@ mod scores;
 mod sentinels;
 mod sequences;
 mod settling;
+mod several_queues;
 mod shutdown;
 mod silent;
 mod start_page;

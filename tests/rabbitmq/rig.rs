@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use lapin::types::AMQPValue;
 use sconce::broker::amqp::{
-    AmqpPublisher, Connector, Subscription, Topology, declare, retry_queue, subscribe,
+    AmqpPublisher, Connector, Consumed, Subscription, Topology, declare, retry_queue, subscribe,
 };
 use sconce::broker::{Published, Publisher, Source};
 use sconce::config::{Broker, Secret, Tls};
@@ -72,7 +72,7 @@ impl Common {
     async fn open(&self, queue: &str, prefetch: u16) -> Link {
         let proxy = Proxy::before(self.rabbit.address()).await;
         let way = || connector(proxy.url());
-        let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None, source: Source::Main };
+        let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None, source: Source::FIRST };
         let (consumer, acker) = subscribe(way(), tasks, prefetch);
         let publisher = AmqpPublisher::new(way());
         let before = self.latest.lock().expect("the latest").replace(proxy);
@@ -108,15 +108,14 @@ impl Rig for DeclaredRig {
         let task_queue = fresh_name();
         let dead_letter_queue = format!("{task_queue}.dead");
         let topology = Topology {
-            background_queue: None,
-            task_queue,
+            consumed: vec![Consumed { name: task_queue.clone(), has_retries: true }],
             reply_queue: None,
             dead_letter_queue,
             delivery_limit: 20,
             retry_ceilings: vec![CEILING],
         };
         declare(&connector(self.0.rabbit.url()), &topology).await.expect("queues");
-        topology.task_queue
+        task_queue
     }
 
     async fn open(&self, queue: &str, prefetch: u16) -> Link {

@@ -145,10 +145,18 @@ async fn a_storm_of_faults_over_a_large_job_leaves_every_row_answered_in_place()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hostile_requesters_lose_no_task_and_at_most_triple_the_wait_of_others() {
+async fn hostile_requesters_in_queues_of_their_own_lose_no_task_and_at_most_triple_the_wait_of_others() {
     let Order { seconds, seed, .. } = order();
     let only = std::env::var("SOAK_TROUBLES").ok();
-    hostile::storm(seed, seconds, hostile::chosen(only.as_deref())).await;
+    let layout = hostile::Layout::QueuesOfTheirOwn;
+    hostile::storm(seed, seconds, hostile::chosen(only.as_deref()), layout).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_requesters_in_the_queue_of_others_lose_no_task_and_spoil_no_answer() {
+    let Order { seconds, seed, .. } = order();
+    let only = std::env::var("SOAK_TROUBLES").ok();
+    hostile::storm(seed, seconds, hostile::chosen(only.as_deref()), hostile::Layout::OneQueue).await;
 }
 
 /// A reply queue that confirms nothing, once it is suspended, and one that is full.

@@ -35,6 +35,8 @@ pub struct Settings {
     set: Vec<(String, String)>,
     /// Further pools: name, task queue, model.
     beside: Vec<[String; 3]>,
+    /// Further queues of each pool: the end of the name, behind that of the first queue, and further keys.
+    further: Vec<[String; 2]>,
     environment: Vec<(String, String)>,
     program: PathBuf,
 }
@@ -47,9 +49,23 @@ impl Settings {
         let queue = |kind: &str| format!("{name}.{kind}");
         let (tasks, replies, dead) = (queue("tasks"), queue("replies"), queue("dead"));
         let (set, beside, environment, control) = (Vec::new(), Vec::new(), Vec::new(), String::new());
+        let further = Vec::new();
         let (url, heartbeat) = (url.into(), "20s".to_owned());
         let program = PathBuf::from(env!("CARGO_BIN_EXE_sconce"));
-        Self { name, tasks, replies, dead, url, control, heartbeat, set, beside, environment, program }
+        Self {
+            name,
+            tasks,
+            replies,
+            dead,
+            url,
+            control,
+            heartbeat,
+            set,
+            beside,
+            further,
+            environment,
+            program,
+        }
     }
 
     /// Any setting, by its dotted path: `.set("pool[0].batch.max_requests", 4)`. Later ones win.
@@ -63,6 +79,25 @@ impl Settings {
         let queue = format!("{}.{name}", self.tasks);
         self.beside.push([name.to_owned(), queue.clone(), model.to_string()]);
         queue
+    }
+
+    /// Each pool has a further queue: `[[pool.queue]]` in the place of `task_queue`. Its name is that of the pool's first
+    /// queue, a dot and `end`; `keys` are further keys of it, such as `share = 2`.
+    pub fn with_queue(mut self, end: &str, keys: &str) -> Self {
+        self.further.push([end.to_owned(), keys.to_owned()]);
+        self
+    }
+
+    /// The setting that names the queues of a pool.
+    fn queues(&self, first: &str) -> String {
+        if self.further.is_empty() {
+            return format!("task_queue = {first:?}");
+        }
+        let further = self.further.iter().map(|[end, keys]| {
+            let comma = if keys.is_empty() { "" } else { ", " };
+            format!(", {{ name = \"{first}.{end}\"{comma}{keys} }}")
+        });
+        format!("queue = [{{ name = {first:?} }}{}]", further.collect::<String>())
     }
 
     /// Served by an example, which has models of its own.
@@ -115,13 +150,15 @@ impl Settings {
         let options = if is_echo { format!("options = {{ gates = {gates:?} }}") } else { String::new() };
         let pool = |[name, queue, model]: &[String; 3]| {
             format!(
-                "[[pool]]\nname = {name:?}\ntask_queue = {queue:?}\nreply_queue = {replies:?}\n\
-                 dead_letter_queue = {dead:?}\nmodel = {model:?}\ndevices = [\"cpu\"]\nthreads = 1\n\n"
+                "[[pool]]\nname = {name:?}\n{}\nreply_queue = {replies:?}\n\
+                 dead_letter_queue = {dead:?}\nmodel = {model:?}\ndevices = [\"cpu\"]\nthreads = 1\n\n",
+                self.queues(queue)
             )
         };
         let beside: String = self.beside.iter().map(pool).collect();
+        let queues = self.queues(tasks);
         format!(
-            "[broker]\nurl = {url:?}\nheartbeat = {heartbeat:?}\n\n[[pool]]\nname = {name:?}\ntask_queue = {tasks:?}\n\
+            "[broker]\nurl = {url:?}\nheartbeat = {heartbeat:?}\n\n[[pool]]\nname = {name:?}\n{queues}\n\
              reply_queue = {replies:?}\ndead_letter_queue = {dead:?}\nmodel = \"echo?faults\"\n\
              devices = [\"cpu\"]\nthreads = 1\n{options}\n\n{beside}[launcher]\nrestart_delay = \"100ms\"\n\n[admin]\n\
              listen = \"127.0.0.1:0\"\ncontrol_exchange = {control:?}\n"

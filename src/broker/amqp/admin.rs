@@ -12,6 +12,15 @@ use super::convert::short;
 use super::topology::{Topology, declare_reply_queue, inspect};
 use crate::broker::BrokerError;
 
+/// How many messages and consumers a queue has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueDepth {
+    /// Messages that wait for a consumer.
+    pub ready: u32,
+    /// Consumers, on all hosts.
+    pub consumers: u32,
+}
+
 /// Declares the missing queues.
 ///
 /// # Errors
@@ -44,15 +53,15 @@ pub async fn declare_job(
     Ok(())
 }
 
-/// The number of consumers of a queue now, on all hosts.
+/// The messages that wait in a queue, and its consumers on all hosts.
 ///
 /// # Errors
 /// As [`declare`]; a queue that does not exist is refused.
-pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, BrokerError> {
+pub async fn depth_of(connector: &Connector, queue: &str) -> Result<QueueDepth, BrokerError> {
     let (connection, broker) = connect(connector).await?;
     let state = inspect(&connection, queue).await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
-    Ok(state.consumer_count())
+    Ok(QueueDepth { ready: state.message_count(), consumers: state.consumer_count() })
 }
 
 /// Whether a queue is a stream: only streams refuse `basic.get` with 540. A message that another queue gives is returned

@@ -19,6 +19,7 @@ use super::admin::is_stream;
 use super::cause::message;
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
+use super::shared_connection::SharedConnector;
 use crate::broker::{BrokerError, Consumer, Event};
 
 /// Smallest bound of the channel of events to the consumer's owner.
@@ -45,6 +46,25 @@ pub struct AmqpConsumer {
 /// Starts consuming. The first session is opened in the background; [`Consumer::next`] reports failures.
 pub fn subscribe(
     connector: Connector,
+    subscription: Subscription,
+    prefetch: u16,
+) -> (AmqpConsumer, AmqpAcker) {
+    start(Arc::new(SharedConnector::new(connector)), subscription, prefetch)
+}
+
+/// As [`subscribe`], for several queues: each has a channel and a prefetch of its own, on one connection.
+pub fn subscribe_all(
+    connector: Connector,
+    subscriptions: impl IntoIterator<Item = Subscription>,
+    prefetch: u16,
+) -> Vec<(AmqpConsumer, AmqpAcker)> {
+    let connector = Arc::new(SharedConnector::new(connector));
+    let start = |subscription| start(connector.clone(), subscription, prefetch);
+    subscriptions.into_iter().map(start).collect()
+}
+
+fn start(
+    connector: Arc<SharedConnector>,
     subscription: Subscription,
     prefetch: u16,
 ) -> (AmqpConsumer, AmqpAcker) {
@@ -113,7 +133,7 @@ impl Drop for AmqpConsumer {
 
 /// The task that opens sessions; see [`AmqpConsumer`] for its channels.
 struct Supervisor {
-    connector: Connector,
+    connector: Arc<SharedConnector>,
     subscription: Subscription,
     prefetch: watch::Receiver<u16>,
     granted: Arc<AtomicU16>,
@@ -182,9 +202,10 @@ impl Supervisor {
         self.current.set(None);
         if ended.is_none() {
             // Waiting for the broker's answer to the close ensures that it has read every ack written before.
+            let Session { channel, connection, .. } = session;
             let close = async {
-                let _ = session.channel.close(200, "done".into()).await;
-                let _ = session.connection.close(200, "done".into()).await;
+                let _ = channel.close(200, "done".into()).await;
+                connection.close().await;
             };
             let _ = tokio::time::timeout(CLOSE_TIMEOUT, close).await;
         }
@@ -193,7 +214,7 @@ impl Supervisor {
 
     /// Forwards the deliveries of a session until it ends, and handles cancel, close and prefetch changes meanwhile.
     async fn forward(&mut self, open: &OpenSession, session: &mut Session) -> Option<String> {
-        let mut failures = session.connection.events_listener();
+        let mut failures = session.connection.failures();
         let mut is_cancelled = self.cancel.is_cancelled();
         let (mut stream_ended, mut is_resizing, mut is_checked) = (false, false, false);
         if is_cancelled {
@@ -240,11 +261,13 @@ impl Supervisor {
                 },
                 () = self.cancel.cancelled(), if !is_cancelled => is_cancelled = true,
                 Ok(()) = self.prefetch.changed(), if !is_cancelled && !is_resizing => {}
-                event = failures.next() => match event {
-                    Some(lapin::Event::Error(error)) => break Some(message(&error)),
-                    Some(_) => {}
-                    None => break Some("the connection ended".into()),
-                },
+                changed = failures.changed() => {
+                    // Another channel of the connection may have failed, which does not concern this session.
+                    let reason = failures.borrow_and_update().clone();
+                    if changed.is_err() || !session.is_open() {
+                        break Some(reason.unwrap_or_else(|| "the connection ended".into()));
+                    }
+                }
                 () = self.close.cancelled() => break None,
             }
         }

@@ -10,7 +10,7 @@ use lapin::types::FieldTable;
 use lapin::{Channel, Consumer, Error};
 use tokio::time::timeout;
 
-use super::admin::connect;
+use super::admin::{QueueDepth, connect};
 use super::cause::refused;
 use super::confirmed_publish::DIRECT_REPLY_TO;
 use super::connect::{Connector, OpenConnection};
@@ -22,15 +22,6 @@ use crate::protocol::{JSON, Message, Properties};
 
 /// Longest wait for the broker, which does not answer under a memory or disk alarm.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How many messages and consumers a queue has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QueueDepth {
-    /// Messages that wait for a consumer.
-    pub ready: u32,
-    /// Consumers, on all hosts.
-    pub consumers: u32,
-}
 
 /// A connection for requests to launchers.
 pub struct ControlClient {

@@ -252,7 +252,7 @@ impl DeadLetterBrowser {
     /// A delivery of the browser, which has only one session and needs no routing keys.
     fn delivery_of(&self, delivery: lapin::message::Delivery) -> Delivery {
         let raw = self.connection.strings.take(self.channel.id(), delivery.delivery_tag);
-        delivery_from(delivery, raw.as_ref(), Source::Main, 0, false)
+        delivery_from(delivery, raw.as_ref(), Source::FIRST, 0, false)
     }
 
     fn broker_error(&self, error: &Error) -> BrokerError {

@@ -1,7 +1,8 @@
-//! One session with RabbitMQ: a connection, its channel, and the consumer on it. Decides how a session is set
+//! One session with RabbitMQ: a channel on a connection that sessions of other queues may share, and the consumer on it. Decides how a session is set
 //! up and how deliveries are converted. Owns the handles. The supervisor in `consumer.rs` opens a new session when
 //! one ends.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::options::{
@@ -13,8 +14,9 @@ use lapin::{Channel, Error, ExchangeKind};
 use sconce_broker_stream::RawStrings;
 use tokio::sync::watch;
 
-use super::connect::{CLOSE_TIMEOUT, Connector, Failure, OpenConnection};
+use super::connect::{CLOSE_TIMEOUT, Connector, Failure};
 use super::convert::{properties_from, short};
+use super::shared_connection::{SharedConnection, SharedConnector};
 use super::topology::{Topology, declare_reply_queue};
 use crate::broker::{Delivery, DeliveryTag, Source};
 use crate::protocol::Message;
@@ -24,13 +26,13 @@ const DEFAULT_CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// What to consume.
 pub enum Subscription {
-    /// A pool's task queue or background queue.
+    /// One of a pool's queues.
     Tasks {
         /// The queue's name.
         queue: String,
-        /// The queues to declare if they are missing; none: declare nothing.
+        /// The pool's queues. Those that belong to this one are declared if they are missing; none: nothing is declared.
         topology: Option<Topology>,
-        /// Whether it is the pool's task queue or its background queue.
+        /// Which of the pool's queues it is.
         source: Source,
     },
     /// The durable queue of a job's replies, which is declared if it is missing. The broker deletes it when nobody has
@@ -57,9 +59,9 @@ pub enum Subscription {
     },
 }
 
-/// An open connection with its channel and its consumer.
+/// An open channel with its connection and its consumer.
 pub(super) struct Session {
-    pub(super) connection: OpenConnection,
+    pub(super) connection: Arc<SharedConnection>,
     pub(super) channel: Channel,
     pub(super) consumer: lapin::Consumer,
     pub(super) prefetch: u16,
@@ -79,7 +81,7 @@ impl Subscription {
     pub(super) fn source(&self) -> Source {
         match self {
             Self::Tasks { source, .. } => *source,
-            Self::Job { .. } | Self::Private(_) | Self::Topic { .. } => Source::Main,
+            Self::Job { .. } | Self::Private(_) | Self::Topic { .. } => Source::FIRST,
         }
     }
 }
@@ -87,11 +89,12 @@ impl Subscription {
 impl Session {
     /// Connects and starts consuming. Also returns the broker's address.
     pub(super) async fn open(
-        connector: &Connector,
+        connector: &SharedConnector,
         subscription: &Subscription,
         prefetch: u16,
     ) -> Result<(Self, String), Failure> {
-        let (connection, broker) = connector.attempt().await?;
+        let connection = connector.connect().await?;
+        let broker = connection.broker.clone();
         let session = Self::set_up(connection, subscription, prefetch, connector);
         let limit = connector.settings.connect_timeout;
         let failure = match tokio::time::timeout(limit, session).await {
@@ -114,7 +117,7 @@ impl Session {
     }
 
     async fn set_up(
-        connection: OpenConnection,
+        connection: Arc<SharedConnection>,
         subscription: &Subscription,
         prefetch: u16,
         connector: &Connector,
@@ -123,7 +126,7 @@ impl Session {
         let queue = match subscription {
             Subscription::Tasks { queue, topology, .. } => {
                 if let Some(topology) = topology {
-                    topology.declare(&connection).await?;
+                    topology.declare_for(&connection, queue).await?;
                 }
                 queue.clone()
             }
@@ -167,6 +170,11 @@ impl Session {
             tag,
             consumer_count: 1,
         })
+    }
+
+    /// Whether neither the channel nor its connection has failed.
+    pub(super) fn is_open(&self) -> bool {
+        self.channel.status().connected() && self.connection.status().connected()
     }
 
     /// The short strings of a delivery that are not UTF-8. They can be taken once.

@@ -11,15 +11,23 @@ use lapin::{Connection, Error, ErrorKind, ExchangeKind, Queue};
 use super::cause::{Cause, names_stream};
 use super::convert::short;
 use crate::broker::IS_STREAM;
+use crate::config::{Pool, TaskQueue};
 use crate::protocol::control::QUEUE_MADE;
+
+/// A queue that a pool's tasks are consumed from.
+#[derive(Clone, Debug)]
+pub struct Consumed {
+    /// The queue's name.
+    pub name: String,
+    /// Whether it has retry queues of its own. Otherwise its tasks return through those of the first queue.
+    pub has_retries: bool,
+}
 
 /// The queues of a pool.
 #[derive(Clone, Debug)]
 pub struct Topology {
-    /// The queue that tasks are consumed from.
-    pub task_queue: String,
-    /// The queue of background tasks, which only fill up batches.
-    pub background_queue: Option<String>,
+    /// The queues that tasks are consumed from, at least one. The dead-letter exchange has the name of the first.
+    pub consumed: Vec<Consumed>,
     /// The queue for replies to tasks without a `reply_to`.
     pub reply_queue: Option<String>,
     /// The queue for messages that cannot be processed.
@@ -40,14 +48,34 @@ pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
 }
 
 impl Topology {
-    /// Declares the missing queues, and what they need.
+    /// Declares all missing queues, and what they need.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
+        self.declare_shared(connection).await?;
+        for consumed in &self.consumed {
+            self.declare_consumed(connection, consumed).await?;
+        }
+        Ok(())
+    }
+
+    /// Declares one of the queues that tasks are consumed from, if it is missing, and what it needs.
+    pub(super) async fn declare_for(&self, connection: &Connection, queue: &str) -> Result<(), Error> {
+        self.declare_shared(connection).await?;
+        match self.consumed.iter().find(|consumed| consumed.name == queue) {
+            Some(consumed) => self.declare_consumed(connection, consumed).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Declares the queues for dead letters and for replies.
+    async fn declare_shared(&self, connection: &Connection) -> Result<(), Error> {
         if exists(connection, &self.dead_letter_queue).await? {
             refuse_stream(connection, &self.dead_letter_queue, high_limit_arguments()).await?;
         } else {
             declare_queue(connection, &self.dead_letter_queue, high_limit_arguments()).await?;
             // The bindings of the dead-letter exchange were deleted with the queue.
-            self.declare_dead_letter_exchange(connection).await?;
+            for consumed in &self.consumed {
+                self.declare_dead_letter_exchange(connection, consumed).await?;
+            }
         }
         if let Some(queue) = &self.reply_queue
             && !exists(connection, queue).await?
@@ -56,74 +84,116 @@ impl Topology {
             // unroutable.
             declare_queue(connection, queue, high_limit_arguments()).await?;
         }
-        for queue in [Some(&self.task_queue), self.background_queue.as_ref()].into_iter().flatten() {
-            let mut arguments = quorum_arguments();
-            let limit = i64::from(self.delivery_limit);
-            arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(limit));
-            arguments.insert("x-dead-letter-exchange".into(), text(&self.dead_letter_exchange()));
-            if exists(connection, queue).await? {
-                refuse_stream(connection, queue, arguments).await?;
-                continue;
-            }
-            self.declare_dead_letter_exchange(connection).await?;
+        Ok(())
+    }
+
+    async fn declare_consumed(&self, connection: &Connection, consumed: &Consumed) -> Result<(), Error> {
+        let queue = &consumed.name;
+        let mut arguments = quorum_arguments();
+        let limit = i64::from(self.delivery_limit);
+        arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(limit));
+        arguments.insert("x-dead-letter-exchange".into(), text(&self.dead_letter_exchange()));
+        if exists(connection, queue).await? {
+            refuse_stream(connection, queue, arguments).await?;
+        } else {
+            self.declare_dead_letter_exchange(connection, consumed).await?;
             declare_queue(connection, queue, arguments).await?;
         }
-        for ceiling in &self.retry_ceilings {
-            let queue = retry_queue(&self.task_queue, *ceiling);
-            if !exists(connection, &queue).await? {
+        for (retry_queue, ceiling) in self.retry_queues(consumed) {
+            if !exists(connection, &retry_queue).await? {
                 // The bindings come first, because a task that waited in this queue may reach its delivery limit later.
-                self.declare_dead_letter_exchange(connection).await?;
-                declare_queue(connection, &queue, self.retry_arguments(*ceiling)).await?;
+                self.declare_dead_letter_exchange(connection, consumed).await?;
+                declare_queue(connection, &retry_queue, retry_arguments(queue, ceiling)).await?;
             }
         }
         Ok(())
     }
 
-    /// Returns the arguments of a retry queue, whose messages move into the task queue when they expire. The broker
-    /// removes a message here only when the task queue has confirmed it (`at-least-once`).
-    fn retry_arguments(&self, ceiling: Duration) -> FieldTable {
-        let mut arguments = quorum_arguments();
-        let ttl_ms = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
-        arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(ttl_ms));
-        arguments.insert("x-dead-letter-exchange".into(), text(""));
-        arguments.insert("x-dead-letter-routing-key".into(), text(&self.task_queue));
-        arguments.insert("x-dead-letter-strategy".into(), text("at-least-once"));
-        arguments.insert("x-overflow".into(), text("reject-publish"));
-        arguments
+    /// The retry queues of a queue, with their ceilings; none if its tasks return through the first queue.
+    fn retry_queues(&self, consumed: &Consumed) -> impl Iterator<Item = (String, Duration)> {
+        let ceilings = if consumed.has_retries { self.retry_ceilings.as_slice() } else { &[] };
+        ceilings.iter().map(|ceiling| (retry_queue(&consumed.name, *ceiling), *ceiling))
     }
 
     /// The name of the exchange through which the broker dead-letters.
     fn dead_letter_exchange(&self) -> String {
-        format!("{}.dlx", self.task_queue)
+        dead_letter_exchange(self.consumed.first().map_or("", |first| &first.name))
     }
 
-    /// Declares that exchange. It is a headers exchange that passes on messages that exceeded the delivery limit, and
-    /// drops those that only expired. A plain dead-letter route would put expired tasks and old sentinels among the
-    /// dead letters.
-    async fn declare_dead_letter_exchange(&self, connection: &Connection) -> Result<(), Error> {
+    /// Declares that exchange, and binds it for the tasks of one queue. It is a headers exchange that passes on messages
+    /// that exceeded the delivery limit, and drops those that only expired. A plain dead-letter route would put expired
+    /// tasks and old sentinels among the dead letters.
+    ///
+    /// The queue may have been another pool's, or may have been listed in another order, when it was declared. Its
+    /// arguments, which nobody can read or change, then name the exchange of another of the queues. So all of these
+    /// exchanges that exist are bound, too.
+    async fn declare_dead_letter_exchange(
+        &self,
+        connection: &Connection,
+        consumed: &Consumed,
+    ) -> Result<(), Error> {
         let exchange = self.dead_letter_exchange();
         let channel = connection.create_channel().await?;
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let no_arguments = FieldTable::default();
         channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, no_arguments).await?;
+        channel.close(200, "done".into()).await?;
+        self.bind(connection, &exchange, consumed).await?;
+        for other in self.consumed.iter().skip(1) {
+            let exchange = dead_letter_exchange(&other.name);
+            if exchange_exists(connection, &exchange).await? {
+                self.bind(connection, &exchange, consumed).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn bind(&self, connection: &Connection, exchange: &str, consumed: &Consumed) -> Result<(), Error> {
+        let channel = connection.create_channel().await?;
         // The bindings match two kinds of messages. The first kind has died for the first time, by the delivery limit.
         // The second kind was retried: its headers still name its first death, in a retry queue, so the reason of its
         // later death cannot be matched. RabbitMQ removed its expiration in the retry queue, so only the delivery limit
         // can have sent it here.
-        let retry_queues = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
+        let retried = self.retry_queues(consumed).map(|(queue, _)| ("x-first-death-queue", queue));
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
-        for (header, value) in retry_queues.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
+        for (header, value) in retried.chain([limit]) {
             let mut binding = FieldTable::default();
             // `x-match: all` ignores headers that begin with `x-`.
             binding.insert("x-match".into(), text("all-with-x"));
             binding.insert(header.into(), text(&value));
             let queue = short(&self.dead_letter_queue);
             channel
-                .queue_bind(queue, short(&exchange), "".into(), QueueBindOptions::default(), binding)
+                .queue_bind(queue, short(exchange), "".into(), QueueBindOptions::default(), binding)
                 .await?;
         }
         channel.close(200, "done".into()).await
     }
+}
+
+/// The names of the retry queues of all queues of a pool.
+pub fn retry_queues(pool: &Pool) -> Vec<String> {
+    let ceilings = pool.retry.ceilings();
+    let own = pool.queues().into_iter().filter(|queue| !queue.returns_to_first);
+    let names = |queue: TaskQueue| ceilings.iter().map(move |ceiling| retry_queue(&queue.name, *ceiling));
+    own.flat_map(names).collect()
+}
+
+/// The name of the dead-letter exchange of a pool whose first queue has this name.
+fn dead_letter_exchange(first_queue: &str) -> String {
+    format!("{first_queue}.dlx")
+}
+
+/// Returns the arguments of a retry queue, whose messages move into the task queue when they expire. The broker removes
+/// a message here only when the task queue has confirmed it (`at-least-once`).
+fn retry_arguments(task_queue: &str, ceiling: Duration) -> FieldTable {
+    let mut arguments = quorum_arguments();
+    let ttl_ms = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
+    arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(ttl_ms));
+    arguments.insert("x-dead-letter-exchange".into(), text(""));
+    arguments.insert("x-dead-letter-routing-key".into(), text(task_queue));
+    arguments.insert("x-dead-letter-strategy".into(), text("at-least-once"));
+    arguments.insert("x-overflow".into(), text("reject-publish"));
+    arguments
 }
 
 /// Refuses an existing queue that is a stream. Of a task queue, each worker would compute every task, and none from
@@ -237,6 +307,20 @@ async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
             Cause::Unavailable => Ok(true),
             _ => Err(error),
         },
+    }
+}
+
+async fn exchange_exists(connection: &Connection, exchange: &str) -> Result<bool, Error> {
+    // On a separate channel, because the broker closes the channel when the exchange is missing.
+    let channel = connection.create_channel().await?;
+    let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
+    let declared = channel
+        .exchange_declare(short(exchange), ExchangeKind::Headers, passive, FieldTable::default())
+        .await;
+    match declared {
+        Ok(()) => channel.close(200, "done".into()).await.map(|()| true),
+        Err(error) if matches!(Cause::of(&error), Cause::Missing | Cause::AccessRefused) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Publishes dead letters to their task queue, and removes from the dead-letter queue only what the broker has
+//! Publishes dead letters to the queue that they came from, and removes from the dead-letter queue only what the broker has
 //! confirmed there (`confirm-before-ack`).
 
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use futures_util::future::join_all;
 
 use super::session::BrowserSession;
 use crate::broker::{BrokerError, Delivery, Published, Publisher};
-use crate::protocol::dead_letter::restored;
+use crate::protocol::dead_letter::{DeadLetter, restored};
 
 /// Number of dead letters published at once. A crash may leave at most this many in both queues.
 const WINDOW: usize = 64;
@@ -73,20 +73,20 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// What became of a dead letter that was to be published to its task queue.
+/// What became of a dead letter that was to be published to the queue that it came from.
 enum Sent {
-    /// The task queue has confirmed it.
+    /// That queue has confirmed it.
     Moved,
     /// It stays in the dead-letter queue, for this reason.
     Left(String),
 }
 
-/// Publishes a dead letter to its task queue.
+/// Publishes a dead letter to the queue that it came from.
 async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Sent, BrokerError> {
     if let Some(reason) = session.selection.refusal(delivery) {
         return Ok(Sent::Left(reason));
     }
-    let queue = session.selection.task_queue.as_str();
+    let queue = session.selection.queue_of(&DeadLetter::new(&delivery.message));
     let message = Arc::new(restored(delivery.message.clone()));
     Ok(match session.browser.publisher().publish(queue, message).await? {
         Published::Confirmed => Sent::Moved,

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use crate::broker::Delivery;
+use crate::config::TaskQueue;
 use crate::protocol::dead_letter::DeadLetter;
 
 /// Conditions for a dead letter; all given ones must hold.
@@ -25,7 +26,8 @@ pub(crate) struct Selection {
     ids: Vec<String>,
     filters: Filters,
     pool: String,
-    pub(crate) task_queue: String,
+    /// The queues of the pool, the first one first.
+    queues: Vec<TaskQueue>,
     /// The time from which ages are computed.
     pub(crate) now: SystemTime,
     found: BTreeSet<String>,
@@ -36,12 +38,12 @@ pub(crate) struct Selection {
 impl Selection {
     /// Without ids and filters, selects all dead letters of this pool, and those that name neither a pool nor the queue
     /// that they come from.
-    pub(crate) fn new(ids: &[String], filters: Filters, pool: &str, task_queue: &str) -> Self {
+    pub(crate) fn new(ids: &[String], filters: Filters, pool: &str, queues: Vec<TaskQueue>) -> Self {
         Self {
             ids: ids.to_vec(),
             filters,
             pool: pool.to_owned(),
-            task_queue: task_queue.to_owned(),
+            queues,
             now: SystemTime::now(),
             found: BTreeSet::new(),
             of_other_pools: 0,
@@ -84,9 +86,29 @@ impl Selection {
         if let Some(pool) = dead_letter.pool() {
             return pool != self.pool;
         }
-        let Some(queue) = dead_letter.source_queue() else { return false };
-        let suffix = queue.strip_prefix(&self.task_queue);
-        !suffix.is_some_and(|suffix| suffix.is_empty() || suffix.starts_with(".retry"))
+        dead_letter.source_queue().is_some_and(|queue| self.own_queue(queue).is_none())
+    }
+
+    /// The queue of the pool that has this name, or a retry queue of this name.
+    fn own_queue(&self, name: &str) -> Option<&TaskQueue> {
+        self.queues.iter().find(|queue| {
+            let suffix = name.strip_prefix(&queue.name);
+            suffix.is_some_and(|suffix| suffix.is_empty() || suffix.starts_with(".retry"))
+        })
+    }
+
+    /// The queue to which the task of a dead letter is published again: the one that it came from, if that is a queue of
+    /// the pool, and else the first one.
+    pub(crate) fn queue_of(&self, dead_letter: &DeadLetter<'_>) -> &str {
+        let from = dead_letter.queue().or_else(|| dead_letter.source_queue());
+        let own = from.and_then(|name| self.own_queue(name)).filter(|queue| !queue.returns_to_first);
+        own.or(self.queues.first()).map_or("", |queue| &queue.name)
+    }
+
+    /// The names of the pool's queues, for messages to users.
+    pub(crate) fn queue_names(&self) -> String {
+        let names: Vec<&str> = self.queues.iter().map(|queue| queue.name.as_str()).collect();
+        names.join(", ")
     }
 
     /// The ids without a dead letter.
@@ -124,7 +146,9 @@ mod tests {
             newer_than: newer.map(Duration::from_secs),
         };
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(NOW);
-        Selection { now, ..Selection::new(&ids, filters, "embed", "tasks") }
+        let background = TaskQueue { returns_to_first: true, ..TaskQueue::new("background") };
+        let queues = vec![TaskQueue::new("tasks"), TaskQueue::new("other"), background];
+        Selection { now, ..Selection::new(&ids, filters, "embed", queues) }
     }
 
     #[test]
@@ -180,10 +204,27 @@ mod tests {
         assert!(by("host/embed/0") && by("elsewhere/embed/7"));
         assert!(!by("host/rerank/1") && !by("host/rerank/2") && !by("host/embed.old/0"));
         let mut from = |queue: &str| selection.matches(&DeadLetter::new(&dropped_from(queue)));
-        assert!(from("tasks") && from("tasks.retry-1000ms"));
+        assert!(from("tasks") && from("tasks.retry-1000ms") && from("other") && from("background"));
         assert!(!from("tasks.other") && !from("rerank.tasks"));
         assert!(selection.matches(&DeadLetter::new(&Message::default())), "it does not say whose it is");
         assert_eq!(selection.of_other_pools, 5);
+    }
+
+    #[test]
+    fn a_task_returns_to_the_queue_that_it_came_from_if_that_is_one_of_the_pool() {
+        let selection = selection(&[], &[], None, None);
+        let from_worker = |queue: Option<&str>| {
+            let mut message = dead("a", "host/embed/0", 1);
+            if let Some(queue) = queue {
+                message.properties.headers.insert("queue".into(), queue.into());
+            }
+            selection.queue_of(&DeadLetter::new(&message)).to_owned()
+        };
+        let queues = [Some("other"), Some("tasks"), Some("background"), Some("of a stranger"), None];
+        assert_eq!(queues.map(from_worker), ["other", "tasks", "tasks", "tasks", "tasks"]);
+        let from_broker = |queue| selection.queue_of(&DeadLetter::new(&dropped_from(queue))).to_owned();
+        let queues = ["other", "other.retry-1000ms", "background", "of a stranger"];
+        assert_eq!(queues.map(from_broker), ["other", "other", "tasks", "tasks"]);
     }
 
     #[test]

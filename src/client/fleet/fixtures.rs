@@ -62,7 +62,8 @@ pub(crate) fn pool() -> PoolQueues {
     PoolQueues {
         pool: "embed".into(),
         task_queue: "embed.tasks".into(),
-        background: None,
+        further: Vec::new(),
+        background: Vec::new(),
         retries: vec!["embed.retry-1000ms".into()],
         dead: "embed.dead".into(),
     }

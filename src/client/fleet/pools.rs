@@ -3,15 +3,17 @@
 use std::collections::BTreeMap;
 
 use super::history::{History, Queues, Slot};
-use crate::broker::amqp::retry_queue;
-use crate::config::Pool;
+use crate::broker::amqp::retry_queues;
+use crate::config::{Pool, TaskQueue};
 
 /// The names of the queues of a pool in the settings.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PoolQueues {
     pub(crate) pool: String,
     pub(crate) task_queue: String,
-    pub(crate) background: Option<String>,
+    /// The further queues that tasks come from, without background queues.
+    pub(crate) further: Vec<String>,
+    pub(crate) background: Vec<String>,
     pub(crate) retries: Vec<String>,
     pub(crate) dead: String,
 }
@@ -19,19 +21,23 @@ pub(crate) struct PoolQueues {
 impl PoolQueues {
     /// The queues of this pool.
     pub(crate) fn of(pool: &Pool) -> Self {
-        let retries = pool.retry.ceilings().into_iter().map(|ceiling| retry_queue(&pool.task_queue, ceiling));
+        let queues = pool.queues();
+        let names = |is_wanted: &dyn Fn(&TaskQueue) -> bool| -> Vec<String> {
+            queues.iter().skip(1).filter(|it| is_wanted(it)).map(|it| it.name.clone()).collect()
+        };
         Self {
             pool: pool.name.clone(),
             task_queue: pool.task_queue.clone(),
-            background: pool.background_queue.clone(),
-            retries: retries.collect(),
+            further: names(&|queue| !queue.background),
+            background: names(&|queue| queue.background),
+            retries: retry_queues(pool),
             dead: pool.dead_letter_queue.clone(),
         }
     }
 
-    /// All queues except the task queue.
+    /// All queues except the first.
     pub(crate) fn other_queues(&self) -> impl Iterator<Item = &String> {
-        self.background.iter().chain(&self.retries).chain([&self.dead])
+        self.further.iter().chain(&self.background).chain(&self.retries).chain([&self.dead])
     }
 }
 
@@ -64,8 +70,10 @@ pub(crate) struct Total {
     pub(crate) busy: f64,
     /// Tasks delivered and not yet settled.
     pub(crate) held: u64,
-    /// Messages in the task queue.
+    /// Messages in the queues that tasks come from, without background queues.
     pub(crate) waiting: Depth,
+    /// The same for each of several queues, with its name.
+    pub(crate) by_queue: Vec<(String, Depth)>,
     /// Consumers of the task queue; none if it cannot be inspected.
     pub(crate) consumers: Option<u32>,
     pub(crate) background: Depth,
@@ -84,7 +92,12 @@ pub(crate) fn totals(history: &History, pool_queues: &[PoolQueues]) -> Vec<Total
         let depth = |names: &[&String]| depth(&history.queues, names);
         (total.pool, total.queue) = (pool.to_owned(), queue.to_owned());
         total.busy /= total.working.max(1) as f64;
-        total.waiting = depth(&[&total.queue]);
+        let further: Vec<&String> = queues.iter().flat_map(|queues| &queues.further).collect();
+        let tasks: Vec<&String> = [&total.queue].into_iter().chain(further).collect();
+        total.waiting = depth(&tasks);
+        if tasks.len() > 1 {
+            total.by_queue = tasks.into_iter().map(|name| (name.clone(), depth(&[name]))).collect();
+        }
         total.consumers = history.queues.get(queue).copied().flatten().map(|depth| depth.consumers);
         if let Some(queues) = queues {
             total.background = depth(&queues.background.iter().collect::<Vec<_>>());

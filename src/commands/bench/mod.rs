@@ -16,7 +16,9 @@ use self::drive::{Pace, Plan, drive};
 use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
-use super::{Registry, broker_session, pool_named, progress, start_logging, tolerate_broken_pipe};
+use super::{
+    Registry, broker_session, pool_named, progress, queue_named, start_logging, tolerate_broken_pipe,
+};
 use crate::cli::{Bench, Texts};
 use crate::client::Client;
 use crate::commands::exits::ExitsWith as _;
@@ -39,12 +41,14 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
     let settings = loaded.settings;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
+    let queue = queue_named(pool, arguments.queue.as_deref())?;
     let bodies = bodies(&arguments.texts, registry.sample(pool)).exits_with(Exit::Usage)?;
     let plan = plan(arguments);
     // One thread, which is woken less often than several: the client should take as little CPU time as possible from
     // the measured service.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (measured, unanswered) = runtime.block_on(measure(arguments, &settings, pool, plan, bodies))?;
+    let (measured, unanswered) =
+        runtime.block_on(measure(arguments, &settings, (pool, &queue), plan, bodies))?;
     let load = match arguments.rate {
         Some(rate) => Load::Open { rate, achieved_rate: measured.achieved_rate },
         None => Load::Closed { in_flight: arguments.in_flight },
@@ -52,7 +56,7 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
     let models: Vec<&str> = measured.model.iter().map(String::as_str).collect();
     let report = Report {
         pool: pool.name.clone(),
-        queue: pool.task_queue.clone(),
+        queue,
         model: if models.is_empty() { pool.model.clone() } else { models.join(", ") },
         seed: arguments.texts.seed,
         tasks: plan.tasks,
@@ -74,23 +78,17 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
     }
 }
 
-/// Runs the load. Returns what [`drive`] returns.
+/// Runs the load through a queue of the pool. Returns what [`drive`] returns.
 async fn measure(
     arguments: &Bench,
     settings: &Settings,
-    pool: &Pool,
+    (pool, queue): (&Pool, &str),
     plan: Plan,
     bodies: Bodies,
 ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
     let topology = broker_session::topology(&settings.broker, pool);
-    let mut client = Client::connect(
-        &settings.broker,
-        "sconce bench",
-        &pool.task_queue,
-        topology.as_ref(),
-        Some(PREFETCH),
-    )
-    .await?;
+    let mut client =
+        Client::connect(&settings.broker, "sconce bench", queue, topology.as_ref(), Some(PREFETCH)).await?;
     let bar = progress::bar(Some(plan.total() as u64), 0, "tasks");
     let pace = match arguments.rate {
         Some(rate) => Pace::Open(Arrivals::new(arguments.texts.seed, rate)),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use parking_lot::Mutex;
 
+use crate::batching::QueueBytes;
 use crate::commands::bench::Work;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, Dtype};
@@ -85,7 +86,7 @@ pub(super) fn measure(
         spec: load_spec(slot),
         min_speed: slot.min_speed(),
         policy: policy(slot),
-        prepared_bytes: slot.pool.prepared_bytes,
+        prepared_bytes: QueueBytes::new(slot.pool.prepared_bytes, &[]),
         observer: Box::new(passes.clone()),
     };
     let start = Instant::now();

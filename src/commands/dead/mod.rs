@@ -132,7 +132,7 @@ async fn open(source: &DeadSource, ids: &[String], filters: &DeadFilters) -> any
     let (_, pool) = pool_named(&settings.pools, source.pool.as_deref())?;
     let DeadFilters { reason, older_than, newer_than } = filters.clone();
     let filters = Filters { reason, older_than, newer_than };
-    let selection = Selection::new(ids, filters, &pool.name, &pool.task_queue);
+    let selection = Selection::new(ids, filters, &pool.name, pool.queues());
     let queue = &pool.dead_letter_queue;
     let session = BrowserSession::open(&settings.broker, "sconce dead", queue, selection).await?;
     if let Some(limit) = session.browser.assumed_limit() {

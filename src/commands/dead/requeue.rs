@@ -7,6 +7,7 @@ use crate::broker::Delivery;
 use crate::cli::{DeadRequeue, DeadWhich};
 use crate::client::dead::{DeadLetterSummary, Fate, Listing, Requeued, Selection, requeue};
 use crate::commands::tolerate_broken_pipe;
+use crate::protocol::dead_letter::DeadLetter;
 use crate::protocol::printable;
 use crate::shutdown::Exit;
 
@@ -20,7 +21,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
             let to = match selection.refusal(delivery) {
                 None => {
                     requeued.moved += 1;
-                    selection.task_queue.clone()
+                    selection.queue_of(&DeadLetter::new(&delivery.message)).to_owned()
                 }
                 Some(why) => {
                     requeued.left += 1;
@@ -40,7 +41,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
         };
         requeue(&mut session, &mut requeued, report_stayed).await
     };
-    let task_queue = printable(&session.selection.task_queue);
+    let queues = printable(&session.selection.queue_names());
     let closed = close(session).await;
     let mut out = Vec::new();
     table::write_table(&mut listing, &mut out, "TO")?;
@@ -48,7 +49,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let verb = if arguments.dry_run { "would requeue" } else { "requeued" };
     match requeued.moved {
         0 => writeln!(out, "{verb} no dead letter")?,
-        went => writeln!(out, "{verb} {} to {task_queue}", view::dead_letters(went))?,
+        went => writeln!(out, "{verb} {} to {queues}", view::dead_letters(went))?,
     }
     if requeued.left > 0 {
         writeln!(out, "{} asked for, but not requeued", view::dead_letters(requeued.left))?;

@@ -162,8 +162,17 @@ pub(super) fn pool_columns(totals: &[Total], width: usize) -> Vec<Column<Total>>
         Column::number("consumers", 12, 9, |it, _| {
             or_dash(Some(it.consumers.map_or_else(|| "?".to_owned(), |it| count(it.into()))))
         }),
-        Column::text("task queue", 13, 12..=60, |it, _| it.queue.clone().into()),
+        Column::text("task queue", 13, 12..=60, |it, _| task_queues(it).into()),
     ]
+}
+
+/// The pool's queue, or each of several with its depth.
+fn task_queues(total: &Total) -> String {
+    if total.by_queue.is_empty() {
+        return total.queue.clone();
+    }
+    let queues = total.by_queue.iter().map(|(name, waiting)| format!("{name} {}", depth(*waiting).content));
+    queues.collect::<Vec<_>>().join(", ")
 }
 
 fn work(total: &Total) -> Span<'static> {

@@ -69,6 +69,7 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
         ("restarts", Some(restarts)),
         ("times", Some(times(slot))),
         ("tasks", Some(task_counts(stats))),
+        ("queues", (stats.queues.len() > 1).then(|| by_queue(stats))),
         ("kv cache", (capacity > 0).then(|| format!("{reserved} of {capacity} tokens reserved"))),
     ];
     facts.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
@@ -98,6 +99,12 @@ fn times(slot: &Slot) -> String {
     let (median, p99) =
         slot.rates.compute.map_or_else(|| (dash(), dash()), |(median, p99)| (seconds(median), seconds(p99)));
     format!("median in the queue {queued}, on the device {median}, 99% {p99}")
+}
+
+/// The tasks answered, by the queue that they came from.
+fn by_queue(stats: &Stats) -> String {
+    let queues = stats.queues.iter().map(|(queue, count)| format!("{count} from {queue}"));
+    queues.collect::<Vec<_>>().join(", ")
 }
 
 /// Counts tasks by status and reason, then other events such as retries.

@@ -318,7 +318,7 @@ async fn the_highest_priority_is_next() {
 pub(super) fn state_of(id: &str, requester: u64) -> Arc<TaskState> {
     let name = TaskName { id: id.into(), fingerprint: id.into() };
     let mut state = TaskState::new(name, None);
-    state.requester = requester;
+    state.owner.requester = requester;
     Arc::new(state)
 }
 

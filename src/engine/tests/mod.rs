@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::*;
+use crate::batching::QueueBytes;
 use crate::model::LoadSpec;
 
 pub(super) fn policy(max_tokens: usize) -> Policy {
@@ -84,7 +85,7 @@ impl Observer for Log {
 pub(super) fn setup(source: &str, max_tokens: usize, log: &Log) -> Setup {
     let observer = Box::new(log.clone());
     let (spec, policy) = (LoadSpec::new(source), policy(max_tokens));
-    Setup { spec, min_speed: 0.0, policy, prepared_bytes: u64::MAX, observer }
+    Setup { spec, min_speed: 0.0, policy, prepared_bytes: QueueBytes::new(u64::MAX, &[]), observer }
 }
 
 pub(super) fn state(id: &str, deadline: Option<Duration>) -> Arc<TaskState> {

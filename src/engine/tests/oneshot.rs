@@ -8,7 +8,7 @@ use super::super::job::Handle;
 use super::super::oneshot::{OneShot, WaitingInputs};
 use super::super::run_loop::{Loop as _, Next};
 use super::*;
-use crate::batching::Group;
+use crate::batching::{Group, QueueBytes};
 use crate::model::{
     Dtype, Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind, Unfit,
 };
@@ -102,7 +102,7 @@ impl Rig {
         let scripted = Scripted { log: Arc::clone(&calls), asynchronous };
         let network = Network::new(scripted, Box::new(log.clone()), sender);
         let model_loop = OneShot::new(network, waiting.clone());
-        let engine = Arc::new(Handle::new(Numbers, waiting.clone(), Memory::new(1)));
+        let engine = Arc::new(Handle::new(Numbers, waiting.clone(), Memory::new(QueueBytes::new(1, &[]))));
         let (jobs, done_per_notice) = (Vec::new(), Vec::new());
         Self { engine, waiting, model_loop, notices, calls, log, jobs, done_per_notice, fault: None, woken }
     }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::Settlement;
+use crate::broker::Source;
 use crate::protocol::reply::ErrorNames;
 use crate::protocol::stats::{Generated, SECONDS, Stage};
 use crate::protocol::{Body, TaskError, Timings};
@@ -29,11 +30,12 @@ impl Answered {
 }
 
 impl Settlement {
-    /// Counts an answer that took `publishing` to publish.
-    pub(super) fn count(&self, answered: Answered, timings: &Timings, publishing: Duration) {
+    /// Counts an answer to a task from `source` that took `publishing` to publish.
+    pub(super) fn count(&self, answered: Answered, source: Source, timings: &Timings, publishing: Duration) {
         let Answered { status, reason, generated } = answered;
         self.counters.count(|stats| {
             stats.count_answers(status, reason, 1);
+            *stats.queues.entry(self.queues.tasks[source].name.clone()).or_default() += 1;
             let seconds = |us: i64| us as f64 / 1e6;
             stats.observe_stage(Stage::Queue, seconds(timings.queue_us));
             stats.observe_stage(Stage::Prepare, seconds(timings.prepare_us));

@@ -35,12 +35,11 @@ use self::outcome::{Disposition, Tries, disposition, longest_delay};
 use self::publishing::{Destination, Owner};
 use super::WorkerError;
 use super::report::{Counters, Traced};
-use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Published, Publisher, Source};
-use crate::config::Retry;
+use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
+use crate::config::{Retry, TaskQueue};
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
 use crate::protocol::reply::reply;
-use crate::protocol::task::sentinel_to_republish;
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
@@ -83,10 +82,10 @@ pub(super) struct Settlement {
 
 /// The pool's queues, and the queues that no reply may go to.
 pub(super) struct Queues {
-    pub(super) task: String,
+    pub(super) tasks: PerSource<TaskQueue>,
     pub(super) reply: Option<String>,
     pub(super) dead_letter: String,
-    /// Task and dead-letter queues of all pools.
+    /// Task queues and dead-letter queues of all pools.
     pub(super) reserved: Vec<String>,
 }
 
@@ -158,6 +157,12 @@ impl Accepted {
 }
 
 impl Queues {
+    /// The queue to which a task from `source` returns when it is tried again: its own, or the first one.
+    fn returns_to(&self, source: Source) -> &str {
+        let own = &self.tasks[source];
+        if own.returns_to_first { &self.tasks[Source::FIRST].name } else { &own.name }
+    }
+
     /// The queue for the task's reply. None: the task has none, or no reply may go there.
     fn for_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
         match task.reply_to() {
@@ -170,16 +175,16 @@ impl Queues {
     pub(super) fn is_reserved(&self, queue: &str) -> bool {
         let is_retry_of =
             |other: &String| queue.strip_prefix(other.as_str()).is_some_and(|it| it.starts_with(".retry"));
-        queue == self.task
-            || queue == self.dead_letter
-            || is_retry_of(&self.task)
+        queue == self.dead_letter
+            || self.tasks.iter().any(|tasks| queue == tasks.name || is_retry_of(&tasks.name))
             || self.reserved.iter().any(|other| queue == other || is_retry_of(other))
     }
 }
 
 impl Settlement {
     /// Decides whether a task is computed now. With a probe, the task tries its reply queue for as long as the probe
-    /// exists. Tasks of the background queue are always computed, because the retry queues lead to the main queue.
+    /// exists. Tasks of the short form `background_queue` are always computed, because they would return through the task
+    /// queue.
     ///
     /// # Errors
     /// [`ReplyQueueBlocked`]: the task is to be put off, because its reply queue accepts nothing.
@@ -189,7 +194,7 @@ impl Settlement {
         else {
             return Ok(None);
         };
-        if accepted.delivery.source == Source::Background {
+        if self.queues.tasks[accepted.delivery.source].returns_to_first {
             return Ok(None);
         }
         let blocked = |is_probed: bool| {
@@ -206,16 +211,6 @@ impl Settlement {
             Admission::Probed => Err(blocked(true)),
             Admission::Refused => Err(blocked(false)),
         }
-    }
-
-    /// Publishes a sentinel to a retry queue, from which it returns after the shortest delay. Returns whether the
-    /// broker has it.
-    pub(super) async fn put_off_sentinel(&self, sentinel: &Message, now: SystemTime) -> bool {
-        let ceiling = self.retry.shortest();
-        let message = Arc::new(sentinel_to_republish(sentinel, now));
-        let delay = Delay { after: ceiling, ceiling };
-        let published = self.publisher.publish_later(&self.queues.task, delay, message);
-        matches!(timeout(STALLED_AFTER, published).await, Ok(Ok(Published::Confirmed)))
     }
 
     /// Settles one task.
@@ -326,7 +321,8 @@ impl Settlement {
         let task = &accepted.task;
         let message =
             Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline, SystemTime::now())));
-        let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
+        let queue = self.queues.returns_to(accepted.delivery.source);
+        let to = Destination { queue, delay: Some(delay), owner: Owner::Pool };
         let sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Confirmed {
             accepted.traced.retried(error);
@@ -334,7 +330,7 @@ impl Settlement {
             tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
             self.counters.count(|stats| stats.retried += 1);
         } else {
-            tracing::warn!(task.id = task.id, queue = self.queues.task, ?sent, "cannot try again");
+            tracing::warn!(task.id = task.id, queue, ?sent, "cannot try again");
         }
         match next_step(sent, Publication::NextAttempt(error)) {
             Next::DeadLetterAndReply(reason, error) => {
@@ -357,7 +353,8 @@ impl Settlement {
         let now = SystemTime::now();
         let since = waits_for_queue.then(|| task.put_off_since(now));
         let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline, now)));
-        let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
+        let queue = self.queues.returns_to(accepted.delivery.source);
+        let to = Destination { queue, delay: Some(delay), owner: Owner::Pool };
         let mut sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
             sent = self.publish_in_time(accepted, to, &message).await?;
@@ -380,7 +377,8 @@ impl Settlement {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
         accepted.traced.dead_lettered(reason);
         let worker = &self.worker_info.worker;
-        let cause = Cause { reason, error: &error.message, worker, at: SystemTime::now() };
+        let queue = &self.queues.tasks[accepted.delivery.source].name;
+        let cause = Cause { reason, error: &error.message, worker, queue, at: SystemTime::now() };
         let message = accepted.traced.propagate(dead_letter(&accepted.task, &cause));
         let message = match &accepted.deaths {
             Some(deaths) => with_deaths(message, deaths),
@@ -423,7 +421,7 @@ impl Settlement {
         let is_put_off = matches!(next, Next::PutOff(..));
         self.conclude(accepted, next).await?;
         if !is_put_off {
-            self.count(answered, timings, began.elapsed());
+            self.count(answered, accepted.delivery.source, timings, began.elapsed());
         }
         Ok(())
     }
@@ -470,7 +468,8 @@ impl Settlement {
         {
             self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }
-        if matches!(sent, PublishOutcome::Evicted(_)) && accepted.delivery.source == Source::Main {
+        let may_be_put_off = !self.queues.tasks[accepted.delivery.source].returns_to_first;
+        if matches!(sent, PublishOutcome::Evicted(_)) && may_be_put_off {
             reply.delay = longest_delay(&self.retry, self.time_to_wait(accepted), rand::random());
         }
         Ok(next_step(sent, Publication::Reply(reply)))

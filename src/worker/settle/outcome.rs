@@ -68,17 +68,8 @@ pub(in crate::worker) struct Tries<'a> {
 pub(in crate::worker) enum WaitsFor {
     /// Its reply queue accepts nothing. The task waits for `pool.reply_timeout` at most.
     ReplyQueue,
-    /// Too many tasks wait for a turn. Requesters take turns at preparation that takes long, and at fetching files. The
-    /// task is put off as often as necessary.
-    Turn,
-    /// Its requester holds too many places. A place is one of the messages that the broker grants to this worker. Every
-    /// accepted task of the main queue holds a place, also one that needs no turn. A task that waits for a place is put
-    /// off with the shortest delay, because `places` limits how many tasks are put off. A large task gets a long delay,
-    /// because the broker writes its body each time.
-    Place {
-        /// Whether the task's body is large.
-        is_large: bool,
-    },
+    /// Fetched files hold too many bytes for those of this task. The task is put off as often as necessary.
+    Memory,
 }
 
 /// What becomes of the task's message.
@@ -144,12 +135,7 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
         Outcome::ReplyQueueBlocked(blocked) => put_off_or_dead_letter(blocked, tries),
         Outcome::PutOff(waits_for) => {
             let time_left = tries.time_left.unwrap_or(Duration::MAX);
-            let longest = match waits_for {
-                WaitsFor::Place { is_large: false } => None,
-                WaitsFor::ReplyQueue | WaitsFor::Turn | WaitsFor::Place { is_large: true } => {
-                    longest_delay(tries.retry, time_left, tries.jitter)
-                }
-            };
+            let longest = longest_delay(tries.retry, time_left, tries.jitter);
             Disposition::PutOff(longest.unwrap_or_else(|| shortest_delay(tries)), waits_for)
         }
         Outcome::RequesterLeft(queue) => {
@@ -272,17 +258,15 @@ mod tests {
     }
 
     #[test]
-    fn tasks_that_wait_for_a_turn_and_large_ones_get_the_longest_delay() {
+    fn a_task_that_is_put_off_gets_the_longest_delay_before_its_deadline() {
         for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
             let time_left = left.map(Duration::from_secs);
             let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };
-            let (small, large) = (WaitsFor::Place { is_large: false }, WaitsFor::Place { is_large: true });
-            for (waits_for, waits) in [(WaitsFor::Turn, waits), (large, waits), (small, 1)] {
-                let Disposition::PutOff(delay, same) = disposition(Outcome::PutOff(waits_for), tries) else {
-                    panic!("{left:?} s are left");
-                };
-                assert_eq!((delay.ceiling.as_secs(), same), (waits, waits_for), "{left:?}");
-            }
+            let outcome = Outcome::PutOff(WaitsFor::Memory);
+            let Disposition::PutOff(delay, WaitsFor::Memory) = disposition(outcome, tries) else {
+                panic!("{left:?} s are left");
+            };
+            assert_eq!(delay.ceiling.as_secs(), waits, "{left:?}");
         }
     }
 

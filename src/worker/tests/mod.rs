@@ -6,10 +6,9 @@ mod messages;
 mod on_demand;
 mod one_pass;
 mod parts;
-mod places;
+mod queues;
 mod retries;
 mod sequences;
-#[cfg(feature = "otlp")]
 #[cfg(feature = "otlp")]
 mod tracing;
 
@@ -105,14 +104,15 @@ impl Rig {
             spec: load_spec(&assignment),
             min_speed: 0.0,
             policy: policy(&assignment),
-            prepared_bytes: assignment.pool.prepared_bytes,
+            prepared_bytes: prepared_bytes(&assignment),
             observer: Box::new(DeviceReport::new(&control, counters.clone())),
         };
         let loaded = starter.start_here(setup).unwrap_or_else(|error| panic!("{error}"));
         let (broker, worker_control, worker_stop) = (memory.clone(), control.clone(), stop.clone());
         let worker = tokio::task::spawn_local(async move {
+            let queues = assignment.pool.queues().len();
             let open = opening(move |_| {
-                let session = broker.open();
+                let session = broker.open_queues(queues);
                 Box::pin(async move { Ok(session) })
             });
             let context = WorkerContext { control: &worker_control, counters, pools: Pools::start_here() };

@@ -33,6 +33,8 @@ pub struct Queues {
     /// The prefix of the requesters' queues.
     pub name: String,
     pub tasks: BTreeMap<Pool, String>,
+    /// To which those who are not innocent publish.
+    pub others: BTreeMap<Pool, String>,
     /// The reply queue of all pools.
     pub replies: String,
     pub dead: String,
@@ -176,7 +178,7 @@ impl Desk {
                     self.publish_with_queue(&planned.id, (trouble, number), task).await;
                 } else {
                     let task = task.reply_to(&self.queues.other(trouble));
-                    self.other.publish(&self.queues.tasks[&trouble.pool()], task).await;
+                    self.other.publish(&self.queues.others[&trouble.pool()], task).await;
                 }
             }
             Role::Cancel { task } => self.cancel(task).await,
@@ -187,7 +189,7 @@ impl Desk {
     async fn publish_with_queue(&self, id: &str, (trouble, number): (Trouble, usize), task: Task) {
         let queue = format!("{}.of.{id}", self.queues.name);
         self.other.declare(&queue, &[]).await;
-        self.other.publish(&self.queues.tasks[&trouble.pool()], task.reply_to(&queue)).await;
+        self.other.publish(&self.queues.others[&trouble.pool()], task.reply_to(&queue)).await;
         let mut stands = true;
         if self.manners == Manners::Hostile {
             let mut dice = Dice::new(number as u64);

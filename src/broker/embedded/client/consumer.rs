@@ -51,7 +51,7 @@ impl Consumer for SocketConsumer {
                     Some(Ok((Response::Deliver { tag, redelivered, delivery_count, properties }, body))) => {
                         return Ok(Event::Delivery(Box::new(Delivery {
                             message: Message { properties: *properties, body },
-                            delivery_tag: DeliveryTag { source: Source::Main, session: SESSION, tag },
+                            delivery_tag: DeliveryTag { source: Source::FIRST, session: SESSION, tag },
                             routing_key: None,
                             redelivered,
                             delivery_count: Some(delivery_count),

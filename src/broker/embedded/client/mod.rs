@@ -59,7 +59,7 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
     });
     let consumer = SocketConsumer::subscribe(connection.clone(), incoming, queue, prefetch).await?;
     let acker = connection.clone();
-    Ok(BrokerSession { consumer: Box::new(consumer), background: None, acker, publisher: connection })
+    Ok(BrokerSession { consumer: Box::new(consumer), further: Vec::new(), acker, publisher: connection })
 }
 
 fn unreachable_queue(path: &str, reason: &str) -> BrokerError {
