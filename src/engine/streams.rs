@@ -222,8 +222,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
                 prompt: 1,
                 answer: 0,
                 priority: task.priority,
-                requester: task.requester,
-                background: task.background,
+                owner: task.owner,
                 group,
             };
             let (name, tokens) = (task.name.clone(), item.tokens);
