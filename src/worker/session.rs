@@ -19,7 +19,7 @@ use super::task_run::Shared;
 use super::turns::Turns;
 use super::{Control, WorkerError};
 use crate::batching::Policy;
-use crate::broker::{BrokerSession, PerSource};
+use crate::broker::BrokerSession;
 use crate::config::{self, Assignment};
 use crate::engine::Engine;
 use crate::fetch::Fetcher;
