@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(pool.python.executable, root.join(".venv/bin/python").display().to_string());
         assert_eq!(pool.python.path, [root.join("lib").display().to_string()]);
         assert_eq!(pool.python.env["HF_TOKEN"].expose(), "hf_secret");
-        assert!(loaded.effective.contains("HF_TOKEN = \"***\""), "{}", loaded.effective);
+        assert!(loaded.effective.contains("\"HF_TOKEN\" = \"***\""), "{}", loaded.effective);
         assert!(!loaded.effective.contains("hf_secret"), "{}", loaded.effective);
     }
 }

@@ -82,14 +82,13 @@ pub(super) struct StreamQueue<P: Processor> {
 struct State<P: Processor> {
     arrived: Vec<(Item<P>, Option<Group>)>,
     isolated: Option<Group>,
-    max_running: usize,
     is_closed: bool,
 }
 
 impl<P: Processor> StreamQueue<P> {
     pub(super) fn new(concurrency: usize, policy: Policy, waker: Waker) -> Self {
-        let max_running = concurrency.min(policy.max_requests);
-        let state = State { arrived: Vec::new(), isolated: None, max_running, is_closed: false };
+        let concurrency = concurrency.min(policy.max_requests);
+        let state = State { arrived: Vec::new(), isolated: None, is_closed: false };
         Self { concurrency, state: Mutex::new(state), waker }
     }
 
@@ -106,10 +105,6 @@ impl<P: Processor> Queue<P> for StreamQueue<P> {
 
     /// Nothing to do: this loop never waits for further tasks.
     fn expect(&self, _: Expect) {}
-
-    fn set_policy(&self, policy: Policy) {
-        self.change(|state| state.max_running = self.concurrency.min(policy.max_requests));
-    }
 
     fn isolate(&self, isolated: Option<Group>) {
         self.change(|state| state.isolated = isolated);
@@ -218,10 +213,8 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
     /// Takes new tasks from the queue. Returns the group that runs alone, if one does, and whether no more will come.
     fn take_arrivals(&mut self) -> (Option<Group>, bool) {
         let mut state = self.queue.state.lock();
-        let (arrived, isolated) = (mem::take(&mut state.arrived), state.isolated);
-        let (max_running, is_closed) = (state.max_running, state.is_closed);
+        let (arrived, isolated, is_closed) = (mem::take(&mut state.arrived), state.isolated, state.is_closed);
         drop(state);
-        self.scheduler.set_limits(limits(max_running));
         for (item, group) in arrived {
             let task = item.task();
             let request = Request {
@@ -229,8 +222,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
                 prompt: 1,
                 answer: 0,
                 priority: task.priority,
-                requester: task.requester,
-                background: task.background,
+                owner: task.owner,
                 group,
             };
             let (name, tokens) = (task.name.clone(), item.tokens);

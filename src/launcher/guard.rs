@@ -393,9 +393,44 @@ mod tests {
     }
 
     #[test]
+    fn the_process_group_of_a_worker_that_has_died_is_killed_even_if_its_leader_has_died_too() {
+        use std::io::Read as _;
+        use std::os::unix::process::CommandExt as _;
+        let mut leader = process::Command::new("sh")
+            .args(["-c", "sleep 1000 & echo $!; wait"])
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        let group = ProcessGroup::led_by(leader.id()).unwrap();
+        let mut digits = String::new();
+        let mut stdout = leader.stdout.take().unwrap();
+        while !digits.ends_with('\n') {
+            let mut byte = [0];
+            stdout.read_exact(&mut byte).unwrap();
+            digits.push(char::from(byte[0]));
+        }
+        let child = Process::of(digits.trim().parse().unwrap()).unwrap();
+        leader.kill().unwrap();
+        leader.wait().unwrap();
+        assert!(child.is_alive());
+        let (mut worker, gone) = sleeper();
+        worker.kill().unwrap();
+        worker.wait().unwrap();
+        let lines = spawned(gone, Duration::from_secs(3_600)) + &grouped(gone, group);
+        assert!(kill_survivors(lines.as_bytes()).is_empty());
+        let until = Instant::now() + Duration::from_secs(30);
+        while child.is_alive() {
+            assert!(Instant::now() < until, "the child is alive");
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    #[test]
     fn unreadable_lines_change_nothing() {
         let mut watched = WatchedWorkers::default();
-        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "killed 1 2"] {
+        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "group 1 2 3", "killed 1 2"]
+        {
             assert_eq!(watched.apply(line), None, "{line}");
         }
         assert!(watched.workers.is_empty());

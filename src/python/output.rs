@@ -60,6 +60,8 @@ impl Output {
 struct Lines {
     /// The beginning of a line.
     begun: Vec<u8>,
+    /// The last whole line that is not blank.
+    last: Vec<u8>,
     last_line: Arc<Mutex<String>>,
     /// How many lines may be logged now.
     allowed: f64,
@@ -69,7 +71,14 @@ struct Lines {
 
 impl Lines {
     fn new(last_line: Arc<Mutex<String>>) -> Self {
-        Self { begun: Vec::new(), last_line, allowed: BURST, at: Instant::now(), left_out: 0 }
+        Self {
+            begun: Vec::new(),
+            last: Vec::new(),
+            last_line,
+            allowed: BURST,
+            at: Instant::now(),
+            left_out: 0,
+        }
     }
 
     fn add(&mut self, mut bytes: &[u8], now: Instant) {
@@ -80,6 +89,9 @@ impl Lines {
             bytes = rest.get(1..).unwrap_or_default();
         }
         self.begin(bytes);
+        if !self.last.is_empty() {
+            *self.last_line.lock() = shown(&self.last);
+        }
     }
 
     /// Adds to the line that has begun, whose rest beyond [`MAX_LINE`] is dropped.
@@ -89,18 +101,13 @@ impl Lines {
     }
 
     fn finish_line(&mut self, now: Instant) {
-        let mut line = String::from_utf8_lossy(&self.begun).trim_end().to_owned();
-        if self.begun.len() > MAX_LINE {
-            line = format!("{}… (cut)", crate::protocol::shorten(&line, MAX_LINE));
+        if !self.begun.trim_ascii().is_empty() {
+            if self.may_log(now) {
+                tracing::info!(target: "sconce::python", "{}", shown(&self.begun));
+            }
+            std::mem::swap(&mut self.begun, &mut self.last);
         }
         self.begun.clear();
-        if line.is_empty() {
-            return;
-        }
-        if self.may_log(now) {
-            tracing::info!(target: "sconce::python", "{line}");
-        }
-        *self.last_line.lock() = line;
     }
 
     fn may_log(&mut self, now: Instant) -> bool {
@@ -123,9 +130,16 @@ impl Lines {
     }
 
     fn end(&mut self) {
-        self.finish_line(Instant::now());
+        self.add(b"\n", Instant::now());
         self.say_left_out();
     }
+}
+
+/// A line as text, cut if it is long.
+fn shown(line: &[u8]) -> String {
+    let text = String::from_utf8_lossy(line);
+    let text = text.trim_end();
+    if line.len() > MAX_LINE { format!("{text}… (cut)") } else { text.to_owned() }
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ named! {
         /// A client command has done all of its work, and some of the answers are errors. Workers never exit with it.
         DoneWithErrors = 87 => "finished, with errors: some rows or tasks were answered with an error",
         /// The process of a model in Python has ended, has failed to load it, or has taken too long.
-        ModelProcessFailed = 88 => "worker: the model's Python process died, failed or took too long",
+        ModelProcessFailed = 88 => "worker: the Python process of its model died, failed to load it, or took too long",
     }
 }
 

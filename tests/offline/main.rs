@@ -8,6 +8,7 @@ mod devices;
 mod embedded_broker;
 mod kernels;
 mod launcher;
+mod python_models;
 mod run_batch;
 mod settings;
 mod start;

@@ -171,7 +171,7 @@ async fn tasks_run_side_by_side_up_to_the_limit_and_give_their_parts() {
 async fn a_cancelled_task_keeps_its_place_until_the_model_says_that_it_has_ended() {
     let (rig, told) = rig();
     let cancelled = state("a", None);
-    let late = state("b", Some(Duration::from_millis(200)));
+    let late = state("b", Some(Duration::from_millis(500)));
     let cancel = async {
         tokio::time::sleep(Duration::from_millis(100)).await;
         cancelled.cancel();

@@ -8,5 +8,5 @@ mod made_by;
 mod poison;
 mod pools;
 mod results;
-mod rig;
+pub mod rig;
 mod terminal;

@@ -23,14 +23,17 @@ class Witness(sconce_model.Model):
     def load(self, device, dtype, options):
         random.seed(self.worker.seed)
         self.drawn = random.random()
+        links = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            except OSError:
+                pass  # that of listdir itself
         seen = {
             "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "device": device,
             "slot": self.worker.slot, "seed": self.worker.seed, "drawn": self.drawn,
             "environment": dict(os.environ), "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)),
-            "sockets": sum(
-                1 for fd in os.listdir("/proc/self/fd")
-                if os.path.exists(f"/proc/self/fd/{fd}") is False or "socket:" in os.readlink(f"/proc/self/fd/{fd}")
-            ),
+            "sockets": sum("socket:" in link for link in links),
         }
         (HERE / f"new-{os.getpid()}").write_text(json.dumps(seen))
         (HERE / f"new-{os.getpid()}").rename(HERE / f"seen-{os.getpid()}.json")

@@ -79,7 +79,8 @@ class Words(sconce_model.Model):
         .iter()
         .enumerate()
         .map(|(n, text)| {
-            json!({"custom_id": n.to_string(), "url": "/v1/words", "body": {"text": text}}).to_string()
+            json!({"custom_id": n.to_string(), "method": "POST", "url": "/v1/words", "body": {"text": text}})
+                .to_string()
         })
         .collect();
     let rig = Rig::new(&lines);
@@ -124,7 +125,7 @@ class Slow(sconce_model.Model):
     let lines: Vec<String> = ["a", "b", "c", "d", "e"]
         .iter()
         .map(|text| {
-            json!({"custom_id": text, "url": "/v1/slow", "body": {"text": text, "stream": true}}).to_string()
+            json!({"custom_id": text, "method": "POST", "url": "/v1/slow", "body": {"text": text, "stream": true}}).to_string()
         })
         .collect();
     let rig = Rig::new(&lines);
@@ -179,7 +180,7 @@ class Named(sconce_model.Model):
         "/v1/embeddings (application/json), /v1/score (application/json)",
         "its module was imported now by \"python3\", without a GPU",
         "option depth (int) = 7",
-        "TOKEN = \"***\"",
+        "\"TOKEN\" = \"***\"",
     ] {
         assert!(said.contains(expected), "{expected}: {said}");
     }
