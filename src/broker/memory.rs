@@ -150,6 +150,11 @@ impl Memory {
         self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
     }
 
+    /// Waits until something is settled or published.
+    pub(crate) async fn wait_for_change(&self) {
+        in_time(self.0.changed.notified()).await;
+    }
+
     async fn until<T>(&self, found: impl Fn(&Self) -> Option<T>) -> T {
         loop {
             let changed = self.0.changed.notified();
