@@ -196,7 +196,8 @@ fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Re
         })
     });
     out.counter("queue_tasks", "Tasks answered, by the queue that they came from", by_queue)?;
-    let counters: [(&'static str, &str, fn(&Stats) -> u64); 7] = [
+    type Count = fn(&Stats) -> u64;
+    let counters: [(&'static str, &str, Count); 7] = [
         ("inputs", "Inputs computed", |stats| stats.inputs),
         ("tokens", "Tokens computed", |stats| stats.tokens),
         ("redelivered", "Deliveries that are not the first of their message", |stats| stats.redelivered),

@@ -175,7 +175,7 @@ impl Traces {
             .span_builder("forward")
             .with_start_time(forward_pass.began)
             .with_attributes(attributes)
-            .with_links(links.map(|task| Link::with_context(task)).collect());
+            .with_links(links.map(Link::with_context).collect());
         let mut span = active.tracer.build_with_context(builder, &Context::new());
         if let Some(fault) = forward_pass.fault {
             span.set_status(Status::error(fault.to_owned()));
@@ -245,7 +245,8 @@ pub(crate) mod recording {
     }
 }
 
-#[cfg(all(test, feature = "otlp"))]
+#[cfg(feature = "otlp")]
+#[cfg(test)]
 mod tests {
     use super::recording::{Recorder, traces};
     use super::*;
