@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, Loaded, Pool, Replace,
-    Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, Loaded, Pool, Python,
+    Replace, Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -87,6 +87,7 @@ fn default_pool() -> Pool {
         sentinels: Default::default(),
         drain: Drain::HandBack,
         options: Default::default(),
+        python: Python { executable: "python3".into(), path: Vec::new(), env: Default::default() },
         retry: Retry { max_attempts: 3, delay: Duration::from_secs(1), delay_max: Duration::from_secs(60) },
     }
 }
