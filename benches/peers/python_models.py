@@ -1,5 +1,5 @@
 """`make bench`, models in Python: the class of examples/python/models/embedder.py, MiniLM by sentence-transformers, in process,
-under Celery, and as a pool of sconce; and what an empty class costs. Prints a table, and writes it into docs/performance.md.
+under Celery, and as a pool of sconce; and what an empty class costs. Prints a table, and writes it into benches/RESULTS.md.
 
 Everywhere as many processes as CORES, of one thread each, in f32. Texts are those of `texts`, 35 tokens on average, one a
 task; sconce and the peer in process compute batches of up to MAX_TOKENS tokens of them, Celery each text alone, as its tasks
