@@ -531,7 +531,12 @@ fn every_crate_that_an_example_names_is_in_its_manifest() {
         let code = fs::read_to_string(folder.join(example).join("src/main.rs")).unwrap();
         let manifest = fs::read_to_string(folder.join(example).join("Cargo.toml")).unwrap();
         let its = manifest.lines().filter_map(dependency).collect::<BTreeSet<_>>();
-        let is_named = |name: &&String| code.contains(&format!("{}::", name.replace('-', "_")));
+        // A name ends a longer one too: `ring::` is in `String::`.
+        let is_named = |name: &&String| {
+            let path = format!("{}::", name.replace('-', "_"));
+            let is_whole = |at: usize| !code[..at].ends_with(|it: char| it.is_alphanumeric() || it == '_');
+            code.match_indices(&path).any(|(at, _)| is_whole(at))
+        };
         let named = ours.iter().filter(is_named).collect::<Vec<_>>();
         assert!(named.len() > 1 && named.iter().all(|name| its.contains(*name)), "{example}: {named:?}");
     }

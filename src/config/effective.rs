@@ -214,7 +214,7 @@ mod tests {
         let loaded =
             load_text("[[pool]]\n[[pool.queue]]\nname = \"a\"\nshare = 2\n[[pool.queue]]\nname = \"b\"");
         assert!(!loaded.effective.contains("task_queue"), "{}", loaded.effective);
-        let again = load_text(&loaded.effective);
+        let again = load_text(&loaded.effective.replace("guest:***@", "guest:guest@"));
         assert_eq!(again.settings, loaded.settings);
     }
 
