@@ -38,6 +38,9 @@ pub enum StreamEvent<P, O> {
     Ended(Result<O, TaskError>),
 }
 
+/// What running tasks have done, in order.
+pub type StreamEvents<P, O> = Vec<(StreamId, StreamEvent<P, O>)>;
+
 /// A model that runs tasks side by side.
 pub trait Streams: 'static {
     /// The processor's input. A task has one.
@@ -67,9 +70,7 @@ pub trait Streams: 'static {
     ///
     /// # Errors
     /// [`ForwardError`] for the process, also if a task has taken longer than it may.
-    fn take_events(
-        &mut self,
-    ) -> Result<Vec<(StreamId, StreamEvent<Self::Piece, Self::Output>)>, ForwardError>;
+    fn take_events(&mut self) -> Result<StreamEvents<Self::Piece, Self::Output>, ForwardError>;
 }
 
 /// The tasks that the loop has not taken in yet.

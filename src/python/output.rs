@@ -31,7 +31,7 @@ impl Output {
     /// The system cannot start a thread.
     pub(super) fn log(mut pipe: impl Read + Send + 'static) -> io::Result<Self> {
         let last_line = Arc::<Mutex<String>>::default();
-        let (sender, end) = mpsc::channel::<()>();
+        let (sender, end) = mpsc::sync_channel::<()>(1);
         let mut lines = Lines::new(last_line.clone());
         thread::Builder::new().name("python-output".into()).spawn(move || {
             let _sender = sender;

@@ -63,8 +63,8 @@ impl Rig {
 
     fn load(self) -> (Loaded, tempfile::TempDir) {
         let spec = LoadSpec::new(self.assignment.pool.model.clone());
-        let (waker, woken) = std::sync::mpsc::channel();
-        let wake = Box::new(move || _ = waker.send(()));
+        let (waker, woken) = std::sync::mpsc::sync_channel(1);
+        let wake = Box::new(move || _ = waker.try_send(()));
         let loaded = load(&self.process, &self.assignment, &spec, self.lost, wake)
             .unwrap_or_else(|error| panic!("{error}"));
         (
