@@ -126,7 +126,7 @@ async fn a_list_is_narrowed_by_reason_and_age_and_ends_with_a_count() {
     }
     let (_, said) = dead(&settings, "list").await;
     let line = said.lines().find(|line| line.starts_with("old")).unwrap_or_default();
-    assert!(line.contains("2h 0m") && line.contains("host/pool/0") && line.ends_with("it broke"), "{said}");
+    assert!(line.contains("2h00m") && line.contains("host/pool/0") && line.ends_with("it broke"), "{said}");
     let count = format!("4 dead letters in {}: 1 attempts, 2 poison, 1 unknown", settings.dead);
     assert!(said.contains(&count) && !said.contains("assumed"), "{said}");
 }
