@@ -421,14 +421,16 @@ pub struct Scheduler<K> {
 impl<K: Copy + Ord> Scheduler<K> {
     /// A scheduler without sequences.
     pub fn new(limits: Limits) -> Self {
-        let mut scheduler = Self {
+        let step_tokens = limits.step_tokens.max(1);
+        let limits = Limits { step_tokens, sequences: limits.sequences.min(step_tokens), ..limits };
+        Self {
             limits,
             configured: limits,
             lines: BTreeMap::new(),
             admitted: Shares::default(),
             encoded: Shares::default(),
             queue_window_steps: BTreeMap::new(),
-            running: Vec::new(),
+            running: vec![None; limits.sequences],
             places: BTreeMap::new(),
             used: Resources::default(),
             serial: 0,
@@ -437,24 +439,12 @@ impl<K: Copy + Ord> Scheduler<K> {
             token_steps: 0,
             steps_per_window: 0,
             preempts: true,
-        };
-        scheduler.set_limits(limits);
-        scheduler
+        }
     }
 
     /// A scheduler that never preempts, for sequences that would come out differently if they were started over.
     pub fn without_preemption(limits: Limits) -> Self {
         Self { preempts: false, ..Self::new(limits) }
-    }
-
-    /// Changes the limits. Sequences that already run beyond them continue to their end.
-    pub fn set_limits(&mut self, limits: Limits) {
-        let step_tokens = limits.step_tokens.max(1);
-        let sequences = limits.sequences.min(step_tokens);
-        self.limits = Limits { step_tokens, sequences, ..limits };
-        self.configured = self.limits;
-        let slots = self.running.len().max(sequences);
-        self.running.resize(slots, None);
     }
 
     /// Limits a step to `tokens` tokens and the same number of sequences. If more are running, they take turns.

@@ -227,7 +227,7 @@ pub struct Stats {
     pub requeued: u64,
     /// Tasks published again for another attempt.
     pub retried: u64,
-    /// Tasks put off before they were computed, so that other tasks do not wait for them.
+    /// Tasks put off before they were computed: their reply queue takes no message, or the memory for files is full.
     pub put_off: u64,
     /// Sentinels obeyed.
     pub sentinels: u64,
