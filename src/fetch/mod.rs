@@ -220,7 +220,9 @@ impl Fetcher {
             )));
         }
         let share = if claim.waits_for_memory {
-            let share = timeout(MEMORY_WAIT, self.budget.take(claim.owner, expected)).await;
+            // Less than the fetch may take: a file that waits for memory is put off, and does not count as one that is slow.
+            let wait = MEMORY_WAIT.min(self.limits.timeout / 2);
+            let share = timeout(wait, self.budget.take(claim.owner, expected)).await;
             share.map_err(|_| Failure::OverBudget)?
         } else {
             self.budget.exceed(claim.owner, expected)
