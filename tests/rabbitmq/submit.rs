@@ -427,7 +427,7 @@ async fn stdin_and_more_files_are_read_and_what_cannot_be_continued_is_refused()
     assert_eq!(pipe.exit_code().await, 64, "{}", pipe.log());
     let mut none = files.submit(&settings, &["--background"]);
     assert_eq!(none.exit_code().await, 64, "{}", none.log());
-    assert!(none.log().contains("no background_queue"), "{}", none.log());
+    assert!(none.log().contains("no background queue"), "{}", none.log());
     assert_eq!(sconce.stop().await, 0);
 }
 
