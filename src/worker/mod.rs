@@ -6,7 +6,7 @@
 //! | `session` | what outlives a broker session, and when a session ends |
 //! | `intake` | what is done with a delivery; which tasks are handed back; when the worker has ended |
 //! | `prefetch` | how many messages to hold ahead |
-//! | `task_run` | the steps of one task |
+//! | `task_run/` | the stages of one task |
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of a pool |
