@@ -14,13 +14,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
-use super::job::{Item, Queue};
 use super::pace::PromptPace;
 use super::panics::guarded;
 use super::probe::ProbeError;
+use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, TaskState, now};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, TaskState, now};
 use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{
@@ -92,16 +92,26 @@ impl<P: Processor> SequenceQueue<P> {
     }
 }
 
-impl<P: Processor> Queue<P> for SequenceQueue<P> {
-    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
-    }
-
+impl<P: Processor> Queue for SequenceQueue<P> {
     /// Nothing to do: this loop never waits for further sequences.
     fn expect(&self, _: Expect) {}
 
     fn isolate(&self, isolated: Option<Group>) {
         self.change(|state| state.isolated = isolated);
+    }
+
+    fn depth(&self) -> usize {
+        1
+    }
+
+    fn sequences(&self) -> Option<usize> {
+        Some(self.capacity.sequences)
+    }
+}
+
+impl<P: Processor> InputQueue<P> for SequenceQueue<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
     }
 
     fn check(&self, inputs: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
@@ -125,14 +135,6 @@ impl<P: Processor> Queue<P> for SequenceQueue<P> {
         let rounds = inputs.div_ceil(self.capacity.sequences.max(1));
         let steps = u64::try_from(rounds * steps).ok()?;
         Some(Duration::from_micros(self.average_step_us.load(Ordering::Relaxed).saturating_mul(steps)))
-    }
-
-    fn depth(&self) -> usize {
-        1
-    }
-
-    fn sequences(&self) -> Option<usize> {
-        Some(self.capacity.sequences)
     }
 
     fn close(&self) {

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
-use super::job::{Item, Queue};
 use super::panics::guarded;
 use super::probe::ProbeError;
+use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, now};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, now};
 use crate::batching::admit::{Change, Limits, Request, Scheduler};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{ForwardError, Processor, SizedInput, TaskError, TaskErrorKind};
@@ -99,20 +99,12 @@ impl<P: Processor> StreamQueue<P> {
     }
 }
 
-impl<P: Processor> Queue<P> for StreamQueue<P> {
-    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, group))));
-    }
-
+impl<P: Processor> Queue for StreamQueue<P> {
     /// Nothing to do: this loop never waits for further tasks.
     fn expect(&self, _: Expect) {}
 
     fn isolate(&self, isolated: Option<Group>) {
         self.change(|state| state.isolated = isolated);
-    }
-
-    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
-        Ok(())
     }
 
     fn depth(&self) -> usize {
@@ -121,6 +113,16 @@ impl<P: Processor> Queue<P> for StreamQueue<P> {
 
     fn sequences(&self) -> Option<usize> {
         Some(self.concurrency)
+    }
+}
+
+impl<P: Processor> InputQueue<P> for StreamQueue<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, group))));
+    }
+
+    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
+        Ok(())
     }
 
     fn close(&self) {

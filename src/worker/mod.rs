@@ -298,7 +298,7 @@ fn assemble(
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     let adapts_prefetch = assignment.pool.prefetch.is_none();
-    if let Some(sequences) = engine.sequences() {
+    if let Some(sequences) = engine.queue().sequences() {
         let prefetch = (sequences + SPARE_SEQUENCES).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(prefetch as u16);
     }
@@ -312,7 +312,7 @@ fn assemble(
             model: load_spec(&assignment).model_name().to_owned(),
         },
         pools,
-        isolation: isolation::Isolation::start(engine.clone(), control.reporter.clone()),
+        isolation: isolation::Isolation::start(engine.queue().clone(), control.reporter.clone()),
         engine,
         counters,
         control: control.clone(),

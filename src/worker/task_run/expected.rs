@@ -4,19 +4,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::engine::{Engine, Expect};
+use crate::engine::{Expect, Queue};
 
 /// One task of which the engine is told whether it expects it. Once this is dropped, the engine does not.
 pub(in crate::worker) struct Expected {
-    engine: Arc<dyn Engine>,
+    queue: Arc<dyn Queue>,
     /// Only the task's run changes it.
     is_on: AtomicBool,
 }
 
 impl Expected {
     /// Makes the engine expect one more task.
-    pub(in crate::worker) fn new(engine: &Arc<dyn Engine>) -> Self {
-        let expected = Self { engine: engine.clone(), is_on: AtomicBool::new(false) };
+    pub(in crate::worker) fn new(queue: &Arc<dyn Queue>) -> Self {
+        let expected = Self { queue: queue.clone(), is_on: AtomicBool::new(false) };
         expected.resume();
         expected
     }
@@ -24,14 +24,14 @@ impl Expected {
     /// From now on the engine does not expect the task. Does nothing if it does not now.
     pub(super) fn pause(&self) {
         if self.is_on.swap(false, Ordering::Relaxed) {
-            self.engine.expect(Expect::Less);
+            self.queue.expect(Expect::Less);
         }
     }
 
     /// From now on the engine expects the task. Does nothing if it does already.
     pub(super) fn resume(&self) {
         if !self.is_on.swap(true, Ordering::Relaxed) {
-            self.engine.expect(Expect::More);
+            self.queue.expect(Expect::More);
         }
     }
 

@@ -166,11 +166,11 @@ impl Run<'_> {
         let began = Instant::now();
         let fetched = self.fetch_files().await?;
         let effort = self.shared.engine.effort(&fetched.task.message);
-        let mut job = self.preprocess(fetched, effort).await?;
+        let job = self.preprocess(fetched, effort).await?;
         timings.prepare_us = micros(began.elapsed());
-        self.check_time(job.estimate())?;
+        self.check_time(job.estimate)?;
         let enqueued = now();
-        job.enqueue(self.state.clone(), self.group());
+        let mut job = job.enqueue(self.state.clone(), self.group());
         // Only now, because an engine that waits for this task must find it in its queue.
         self.expected.pause();
         *parts = Parts::start(&self.shared.settlement, &self.accepted.task, &*job);
@@ -213,7 +213,8 @@ impl Run<'_> {
     /// Otherwise never returns. A task of sequences may have been answered in part, so the engine checks its deadline
     /// between two steps instead.
     async fn wait_for_expiry(&self) -> TaskError {
-        let Some(deadline) = self.state.deadline.filter(|_| self.shared.engine.sequences().is_none()) else {
+        let Some(deadline) = self.state.deadline.filter(|_| self.shared.engine.queue().sequences().is_none())
+        else {
             return pending().await;
         };
         tokio::time::sleep_until(deadline.into()).await;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Run, internal_error};
-use crate::engine::{InputSource, Job, now};
+use crate::engine::{InputSource, Prepared, PreparedJob, now};
 use crate::model::{Effort, Files};
 use crate::protocol::{Task, TaskError};
 use crate::worker::cpu_pool::CpuPool;
@@ -24,15 +24,15 @@ pub(super) struct Fetched {
 }
 
 impl Run<'_> {
-    /// Makes the task's job: all its inputs, or the first slice of them.
+    /// Makes the task's inputs, or the first slice of them.
     pub(super) async fn preprocess(
         &self,
         fetched: Fetched,
         effort: Effort,
-    ) -> Result<Box<dyn Job>, TaskError> {
+    ) -> Result<PreparedJob, TaskError> {
         let engine = self.shared.engine.clone();
         let preprocess = move || engine.preprocess(&fetched.task.message, &fetched.files);
-        let mut job = if effort == Effort::Long {
+        let prepared = if effort == Effort::Long {
             self.in_turn(preprocess).await?
         } else {
             let turn = self.wait_for_preparation(effort).await?;
@@ -42,14 +42,10 @@ impl Run<'_> {
             };
             self.prepare(effort, preprocess).await?
         };
-        if !job.takes_long() {
-            return Ok(job);
+        match prepared {
+            Prepared::Made(job) => Ok(job),
+            Prepared::Later(make) => self.in_turn(make).await,
         }
-        let make = move || {
-            job.make()?;
-            Ok(job)
-        };
-        self.in_turn(make).await
     }
 
     /// Prepares the further inputs of a task: one slice each time that few of them wait for the model. Other requesters
