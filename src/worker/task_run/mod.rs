@@ -1,4 +1,5 @@
-//! Runs one task through its stages, in this order: isolation, refusal, computation, settlement. One future per task.
+//! Runs one task through its stages, in this order: isolation, refusal, a try of its reply queue, computation, settlement.
+//! One future per task.
 //!
 //! | file | decides |
 //! |---|---|
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::cpu_pool::Pools;
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::prefetch::SharedPrefetch;
-use super::settle::{Accepted, Outcome, Parts, Settled, Settlement};
+use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement};
 use super::turns::Turns;
 use super::{Reporter, Withdrawn, WorkerError};
 use crate::batching::{Group, QueueShare};
@@ -74,6 +75,9 @@ struct Run<'a> {
     expected: Expected,
     /// Its membership in a group of isolated tasks, until it has survived its computation.
     membership: Option<Membership>,
+    /// Set if the task is computed in order to try its reply queue, which accepted nothing before. Kept until the task is
+    /// settled, when it is known whether the queue has accepted the reply.
+    probe: Option<Probe<'a>>,
     timings: Timings,
 }
 
@@ -90,19 +94,12 @@ impl Shared {
     ) -> Result<(), WorkerError> {
         let queue_us = micros(accepted.task.time_in_queue(SystemTime::now()));
         let timings = Timings { queue_us, ..Timings::default() };
-        let mut run = Run { shared: self, accepted, state, expected, membership: None, timings };
+        let (membership, probe) = (None, None);
+        let mut run = Run { shared: self, accepted, state, expected, membership, probe, timings };
         run.isolate().await;
-        // Kept until the task is settled, when it is known whether the queue has accepted the reply.
-        let mut _probe = None;
-        let mut outcome = match run.refusal() {
-            Some(refusal) => refusal,
-            None => match self.settlement.admit(&run.accepted) {
-                Ok(probe) => {
-                    _probe = probe;
-                    run.compute().await
-                }
-                Err(blocked) => Outcome::ReplyQueueBlocked(blocked),
-            },
+        let mut outcome = match run.refusal().or_else(|| run.try_reply_queue()) {
+            Some(outcome) => outcome,
+            None => run.compute().await,
         };
         while run.settle(outcome).await? == Settled::MustCompute {
             outcome = run.compute().await;
@@ -135,6 +132,18 @@ impl Run<'_> {
         }
         // Read after the wait for a group: another worker may have died of the task meanwhile.
         accepted.deaths = shared.crashes.get(&state.name.fingerprint);
+    }
+
+    /// Returns the outcome of a task that is not computed now, because its reply queue accepts nothing.
+    fn try_reply_queue(&mut self) -> Option<Outcome> {
+        let shared = self.shared;
+        match shared.settlement.admit(&self.accepted) {
+            Ok(probe) => {
+                self.probe = probe;
+                None
+            }
+            Err(blocked) => Some(Outcome::ReplyQueueBlocked(blocked)),
+        }
     }
 
     /// Computes the task. The parts of its reply that are under way are left with the accepted task.
