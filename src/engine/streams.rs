@@ -1,5 +1,5 @@
 //! The loop of models in a process of their own that run tasks side by side: each task gives pieces and ends when it likes.
-//! Decides when a task starts, by the order of `batching::admit` without its preemption, since a task that was started
+//! Decides when a task starts, by the order of `batching::sequences` without its preemption, since a task that was started
 //! over might give other pieces. A cancelled task keeps its place until the model says that it has ended. Isolated tasks
 //! start when all others have ended. Owns the waiting and the running tasks.
 
@@ -16,7 +16,7 @@ use super::probe::ProbeError;
 use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, now};
-use crate::batching::admit::{Change, Limits, Request, Scheduler};
+use crate::batching::sequences::{Change, Limits, Scheduler, SequenceSpec};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{ForwardError, Processor, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
@@ -220,7 +220,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
         drop(state);
         for (item, group) in arrived {
             let task = item.task();
-            let request = Request {
+            let spec = SequenceSpec {
                 has_window: false,
                 prompt: 1,
                 answer: 0,
@@ -230,7 +230,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
             };
             let (name, tokens) = (task.name.clone(), item.tokens);
             self.last_id += 1;
-            self.scheduler.enqueue(self.last_id, request, now());
+            self.scheduler.enqueue(self.last_id, spec, now());
             let stream = Stream { item: Some(item), name, group, tokens, since: None };
             self.tasks.insert(self.last_id, stream);
         }
