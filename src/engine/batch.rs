@@ -4,9 +4,9 @@
 
 use std::time::Instant;
 
-use super::job::Item;
 use super::panics::guarded;
 use super::probe::ProbeError;
+use super::queue::Item;
 use super::{Notices, Observer, Pass, now};
 use crate::model::{Forward, ForwardError, Processor, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;

@@ -1,5 +1,5 @@
 //! The loop of models whose sequences join and leave a running batch. Each turn takes new sequences, ends those that
-//! are no longer wanted, admits sequences by the rules in `batching::admit`, and computes one step. Owns the network
+//! are no longer wanted, admits sequences by the rules in `batching::sequences`, and computes one step. Owns the network
 //! and the sequences; their state never leaves this thread. A slow reader of pieces does not delay a step.
 //!
 //! A step that fails is repeated with halves of its rows until the failing row is alone. Before that row is
@@ -14,14 +14,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
-use super::job::{Item, Queue};
 use super::pace::PromptPace;
 use super::panics::guarded;
 use super::probe::ProbeError;
+use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, TaskState, now};
-use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, TaskState, now};
+use crate::batching::sequences::{Change, Limits, Row, Scheduler, SequenceSpec};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{
     self, Advance, Capacity, Feed, ForwardError, Generate, Processor, SizedInput, Slot, TaskError,
@@ -92,16 +92,26 @@ impl<P: Processor> SequenceQueue<P> {
     }
 }
 
-impl<P: Processor> Queue<P> for SequenceQueue<P> {
-    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
-    }
-
+impl<P: Processor> Queue for SequenceQueue<P> {
     /// Nothing to do: this loop never waits for further sequences.
     fn expect(&self, _: Expect) {}
 
     fn isolate(&self, isolated: Option<Group>) {
         self.change(|state| state.isolated = isolated);
+    }
+
+    fn depth(&self) -> usize {
+        1
+    }
+
+    fn sequences(&self) -> Option<usize> {
+        Some(self.capacity.sequences)
+    }
+}
+
+impl<P: Processor> InputQueue<P> for SequenceQueue<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
     }
 
     fn check(&self, inputs: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
@@ -125,14 +135,6 @@ impl<P: Processor> Queue<P> for SequenceQueue<P> {
         let rounds = inputs.div_ceil(self.capacity.sequences.max(1));
         let steps = u64::try_from(rounds * steps).ok()?;
         Some(Duration::from_micros(self.average_step_us.load(Ordering::Relaxed).saturating_mul(steps)))
-    }
-
-    fn depth(&self) -> usize {
-        1
-    }
-
-    fn sequences(&self) -> Option<usize> {
-        Some(self.capacity.sequences)
     }
 
     fn close(&self) {
@@ -361,7 +363,7 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
         drop(state);
         let time = now();
         for Arrived { item, group } in arrived {
-            let request = Request {
+            let spec = SequenceSpec {
                 has_window: item.encode_tokens > 0,
                 prompt: prompt_tokens(item.encode_tokens, item.tokens),
                 answer: item.answer_tokens,
@@ -370,7 +372,7 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
                 group,
             };
             self.last_key += 1;
-            self.scheduler.enqueue(self.last_key, request, time);
+            self.scheduler.enqueue(self.last_key, spec, time);
             self.sequences.insert(self.last_key, Sequence { item, slot: None, given: 0, delivered: 0 });
         }
         isolated

@@ -12,7 +12,9 @@
 //! | `sizing` | how large a batch the device's memory takes |
 //! | `pace` | how many prompt tokens a step may have, so that it does not take long |
 //! | `memory` | when there is memory for further inputs |
-//! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
+//! | `job` | one task from its preprocessing to its reply, between the worker and the loop |
+//! | `outputs` | what the loop delivers to a task, and when its job is woken |
+//! | `queue` | what the loops' queues take from jobs |
 //! | `reply` | how much of a reply's parts is written at a time, and on which thread |
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
@@ -24,9 +26,11 @@ mod continuous;
 mod job;
 mod memory;
 mod oneshot;
+mod outputs;
 mod pace;
 mod panics;
 mod probe;
+mod queue;
 mod reply;
 mod run_loop;
 mod sizing;
@@ -49,7 +53,7 @@ use crate::model::{
 };
 use crate::protocol::control::TaskName;
 
-use job::Item;
+use queue::Item;
 
 pub use memory::Memory;
 pub use panics::caught;
@@ -65,11 +69,12 @@ pub trait Engine: Send + Sync {
     /// The URLs that the model answers.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and prepares its inputs, or the first slice of them. Blocks until that is done.
+    /// Decodes a message and prepares its inputs, or the first slice of them, unless that takes long. Blocks until that is
+    /// done.
     ///
     /// # Errors
     /// What is wrong with the task.
-    fn preprocess(&self, message: &Message, files: &Files) -> Result<Box<dyn Job>, TaskError>;
+    fn preprocess(&self, message: &Message, files: &Files) -> Result<Prepared, TaskError>;
 
     /// As [`Processor::file_urls`].
     fn file_urls(&self, message: &Message) -> Vec<FileUrl>;
@@ -80,6 +85,12 @@ pub trait Engine: Send + Sync {
     /// The memory of inputs that are prepared and not computed yet.
     fn memory(&self) -> &Arc<Memory>;
 
+    /// The queue to the model thread.
+    fn queue(&self) -> &Arc<dyn Queue>;
+}
+
+/// The queue to the model thread, as the worker sees it. Jobs enqueue themselves.
+pub trait Queue: Send + Sync {
     /// Counts one more task that is on its way to the engine, or one less. While tasks are on their way, an idle device
     /// waits for them before it computes an incomplete batch, for at most `max_delay`.
     fn expect(&self, one: Expect);
@@ -105,8 +116,49 @@ pub enum Expect {
     Less,
 }
 
-/// One task in the engine: preprocessed, then enqueued, then done. Once the job is dropped, the task is not computed
-/// any further.
+/// A task that is preprocessed.
+pub enum Prepared {
+    /// Its inputs, or the first slice of them, are made.
+    Made(PreparedJob),
+    /// Its inputs are not made yet, because that takes long.
+    Later(MakeInputs),
+}
+
+/// Makes the inputs of [`Prepared::Later`]. Blocks until that is done. The error is what is wrong with the task.
+pub type MakeInputs = Box<dyn FnOnce() -> Result<PreparedJob, TaskError> + Send>;
+
+impl Prepared {
+    /// Makes the inputs, if that is still to be done. Blocks until then.
+    ///
+    /// # Errors
+    /// What is wrong with the task.
+    pub fn make(self) -> Result<PreparedJob, TaskError> {
+        match self {
+            Self::Made(job) => Ok(job),
+            Self::Later(make) => make(),
+        }
+    }
+}
+
+/// A task whose inputs, or the first slice of them, are made.
+pub struct PreparedJob {
+    /// The number of these inputs.
+    pub inputs: usize,
+    /// Their tokens.
+    pub tokens: usize,
+    /// How long the device will probably need for the task, at the pace of recent steps; none for one-pass models.
+    pub estimate: Option<Duration>,
+    enqueue: Box<dyn FnOnce(Arc<TaskState>, Option<Group>) -> Box<dyn Job> + Send>,
+}
+
+impl PreparedJob {
+    /// Hands the inputs to the model thread. `group`: the isolated group to which the task belongs, if it belongs to one.
+    pub fn enqueue(self, task: Arc<TaskState>, group: Option<Group>) -> Box<dyn Job> {
+        (self.enqueue)(task, group)
+    }
+}
+
+/// A task that is enqueued. Once the job is dropped, the task is not computed any further.
 pub trait Job: Send {
     /// The number of inputs that are prepared so far.
     fn inputs(&self) -> usize;
@@ -117,28 +169,10 @@ pub trait Job: Send {
     /// Whether the task requested its reply in parts.
     fn is_streamed(&self) -> bool;
 
-    /// How long the device will probably need for the prepared inputs, at the pace of recent steps; none for one-pass
-    /// models.
-    fn estimate(&self) -> Option<Duration>;
-
-    /// Whether [`Job::make`], which takes long, must still make its inputs.
-    fn takes_long(&self) -> bool;
-
-    /// Makes the inputs that take long. Blocks until that is done.
-    ///
-    /// # Errors
-    /// What is wrong with the task, which then has no result.
-    fn make(&mut self) -> Result<(), TaskError>;
-
-    /// Hands the inputs to the model thread. Called once, when they are made. `group`: the isolated group to which the
-    /// task belongs, if it belongs to one.
-    fn enqueue(&mut self, task: Arc<TaskState>, group: Option<Group>);
-
-    /// The source of the job's further inputs, once it is enqueued; none if all inputs are prepared.
+    /// The source of the job's further inputs; none if all inputs are prepared.
     fn source(&self) -> Option<Arc<dyn InputSource>>;
 
-    /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true, and not after the job
-    /// is done.
+    /// Waits for the next event. Parts are given out only while `parts` is true, and not after the job is done.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
 
     /// The parts of the reply that can be written now, or the first of them; none if there is no such part. The caller

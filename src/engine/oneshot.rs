@@ -9,10 +9,11 @@ use std::time::{Instant, SystemTime};
 use parking_lot::Mutex;
 
 use super::batch::{Network, Outcome};
-use super::job::{Item, Lookahead, Queue};
+use super::outputs::Lookahead;
+use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{EndedPass, Expect, Notice, Pass, TaskState, now};
+use super::{EndedPass, Expect, Notice, Pass, Queue, TaskState, now};
 use crate::batching::{Batch, Batcher, DeviceState, Group, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
@@ -152,24 +153,7 @@ impl<P: Processor> State<P> {
     }
 }
 
-impl<P: Processor> Queue<P> for WaitingInputs<P> {
-    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
-        let now = now();
-        self.change(|state| {
-            // The group of a later slice may not be isolated any more.
-            let is_isolated = group.is_some() && group == state.isolated_group;
-            let batcher = if is_isolated { &mut state.isolated } else { &mut state.ordinary };
-            let Some(first) = items.first() else { return };
-            let owner = first.task().owner;
-            if first.index == 0 {
-                return batcher.push(items, owner, now);
-            }
-            // A further slice joins the waiting inputs of its task, so that the task has one place in the queue.
-            let outputs = first.outputs.clone();
-            batcher.extend(items, owner, now, |item| Arc::ptr_eq(&item.outputs, &outputs));
-        });
-    }
-
+impl<P: Processor> Queue for WaitingInputs<P> {
     fn expect(&self, one: Expect) {
         match one {
             // One more expected task never makes a batch due, so the loop is not woken.
@@ -190,17 +174,36 @@ impl<P: Processor> Queue<P> for WaitingInputs<P> {
         });
     }
 
-    /// An input larger than a batch is computed alone.
-    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
-        Ok(())
-    }
-
     fn depth(&self) -> usize {
         self.depth
     }
 
     fn sequences(&self) -> Option<usize> {
         None
+    }
+}
+
+impl<P: Processor> InputQueue<P> for WaitingInputs<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
+        let now = now();
+        self.change(|state| {
+            // The group of a later slice may not be isolated any more.
+            let is_isolated = group.is_some() && group == state.isolated_group;
+            let batcher = if is_isolated { &mut state.isolated } else { &mut state.ordinary };
+            let Some(first) = items.first() else { return };
+            let owner = first.task().owner;
+            if first.index == 0 {
+                return batcher.push(items, owner, now);
+            }
+            // A further slice joins the waiting inputs of its task, so that the task has one place in the queue.
+            let outputs = first.outputs.clone();
+            batcher.extend(items, owner, now, |item| Arc::ptr_eq(&item.outputs, &outputs));
+        });
+    }
+
+    /// An input larger than a batch is computed alone.
+    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
+        Ok(())
     }
 
     /// Enough to fill the batches that may be submitted, and the one being formed.

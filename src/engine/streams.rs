@@ -1,5 +1,5 @@
 //! The loop of models in a process of their own that run tasks side by side: each task gives pieces and ends when it likes.
-//! Decides when a task starts, by the order of `batching::admit` without its preemption, since a task that was started
+//! Decides when a task starts, by the order of `batching::sequences` without its preemption, since a task that was started
 //! over might give other pieces. A cancelled task keeps its place until the model says that it has ended. Isolated tasks
 //! start when all others have ended. Owns the waiting and the running tasks.
 
@@ -11,12 +11,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
-use super::job::{Item, Queue};
 use super::panics::guarded;
 use super::probe::ProbeError;
+use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, now};
-use crate::batching::admit::{Change, Limits, Request, Scheduler};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, now};
+use crate::batching::sequences::{Change, Limits, Scheduler, SequenceSpec};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{ForwardError, Processor, SizedInput, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
@@ -99,20 +99,12 @@ impl<P: Processor> StreamQueue<P> {
     }
 }
 
-impl<P: Processor> Queue<P> for StreamQueue<P> {
-    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, group))));
-    }
-
+impl<P: Processor> Queue for StreamQueue<P> {
     /// Nothing to do: this loop never waits for further tasks.
     fn expect(&self, _: Expect) {}
 
     fn isolate(&self, isolated: Option<Group>) {
         self.change(|state| state.isolated = isolated);
-    }
-
-    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
-        Ok(())
     }
 
     fn depth(&self) -> usize {
@@ -121,6 +113,16 @@ impl<P: Processor> Queue<P> for StreamQueue<P> {
 
     fn sequences(&self) -> Option<usize> {
         Some(self.concurrency)
+    }
+}
+
+impl<P: Processor> InputQueue<P> for StreamQueue<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, group))));
+    }
+
+    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
+        Ok(())
     }
 
     fn close(&self) {
@@ -218,7 +220,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
         drop(state);
         for (item, group) in arrived {
             let task = item.task();
-            let request = Request {
+            let spec = SequenceSpec {
                 has_window: false,
                 prompt: 1,
                 answer: 0,
@@ -228,7 +230,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
             };
             let (name, tokens) = (task.name.clone(), item.tokens);
             self.last_id += 1;
-            self.scheduler.enqueue(self.last_id, request, now());
+            self.scheduler.enqueue(self.last_id, spec, now());
             let stream = Stream { item: Some(item), name, group, tokens, since: None };
             self.tasks.insert(self.last_id, stream);
         }

@@ -50,7 +50,7 @@ pub use candle_core::Device;
 pub use serde_json::Value;
 
 pub use crate::batching::Encoding;
-pub use crate::batching::admit::Feed;
+pub use crate::batching::sequences::Feed;
 pub use crate::config::{CpuFeatures, Dtype, OptionProblem};
 pub use crate::protocol::control::Unfit;
 pub use crate::protocol::{Body, FileUrl, Files, Message, Properties, TaskError, TaskErrorKind};

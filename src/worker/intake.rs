@@ -277,7 +277,7 @@ impl<'a> Intake<'a> {
         }
         let (state, task) = (Arc::new(state), accepted.task.clone());
         // The engine is told now that inputs will come, so that it batches tasks that arrive together.
-        let expected = Expected::new(&self.shared.engine);
+        let expected = Expected::new(self.shared.engine.queue());
         let (shared, run_state) = (self.shared.clone(), state.clone());
         let abort =
             self.runs.spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected).await) });

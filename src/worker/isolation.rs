@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::report::Reporter;
 use crate::batching::Group;
-use crate::engine::Engine;
+use crate::engine::Queue;
 use crate::protocol::control::{CrashRecord, Event, TaskName};
 
 /// Capacity of the channel to the group runner, which reads the tasks at once.
@@ -80,7 +80,7 @@ pub(super) struct Isolation {
     /// Written by each suspect task, read by the group runner.
     candidates: mpsc::Sender<Candidate>,
     /// While a group runs, the engine computes nothing else.
-    engine: Arc<dyn Engine>,
+    queue: Arc<dyn Queue>,
     /// Set when the device has failed, read by the group runner.
     has_device_failed: AtomicBool,
     reporter: Reporter,
@@ -118,10 +118,10 @@ impl Membership {
 
 impl Isolation {
     /// Starts the group runner, a tokio task that ends when the last clone of the returned value is dropped.
-    pub(super) fn start(engine: Arc<dyn Engine>, reporter: Reporter) -> Arc<Self> {
+    pub(super) fn start(queue: Arc<dyn Queue>, reporter: Reporter) -> Arc<Self> {
         let (candidates, queued) = mpsc::channel(CANDIDATES_CAPACITY);
         let (exclusion, has_device_failed) = (RwLock::new(()), AtomicBool::new(false));
-        let isolation = Arc::new(Self { exclusion, candidates, engine, has_device_failed, reporter });
+        let isolation = Arc::new(Self { exclusion, candidates, queue, has_device_failed, reporter });
         tokio::spawn(run_groups(Arc::downgrade(&isolation), queued));
         isolation
     }
@@ -153,7 +153,7 @@ impl Isolation {
             return true;
         };
         let (has_record, is_over) = (*has_record, Arc::new(AtomicBool::new(false)));
-        self.engine.isolate(Some(group));
+        self.queue.isolate(Some(group));
         let tasks = members.iter().map(|it| it.task.clone()).collect();
         self.reporter.send(&Event::Isolated { tasks, through: Vec::new() }).await;
         // Written before the group starts, since the process may die of it.
@@ -180,7 +180,7 @@ impl Isolation {
         if !self.has_device_failed.load(Ordering::Acquire) {
             self.reporter.send(&Event::Isolated { tasks: Vec::new(), through }).await;
         }
-        self.engine.isolate(None);
+        self.queue.isolate(None);
         drop(exclusion);
         have_left
     }
@@ -233,7 +233,6 @@ fn next_group<T>(waiting: &mut VecDeque<T>, suspicion: impl Fn(&T) -> Suspicion)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::TaskError;
 
     fn deaths(among: u32) -> CrashRecord {
         CrashRecord { task: "t".into(), count: 1, alone: 0, among, poison: None }
@@ -304,26 +303,7 @@ mod tests {
     #[derive(Default)]
     struct Watched(AtomicBool);
 
-    impl Engine for Watched {
-        fn routes(&self) -> &[crate::model::Route] {
-            &[]
-        }
-        fn file_urls(&self, _: &crate::protocol::Message) -> Vec<crate::protocol::FileUrl> {
-            Vec::new()
-        }
-        fn preprocess(
-            &self,
-            _: &crate::protocol::Message,
-            _: &crate::protocol::Files,
-        ) -> Result<Box<dyn crate::engine::Job>, TaskError> {
-            unreachable!("no task comes here")
-        }
-        fn effort(&self, _: &crate::protocol::Message) -> crate::model::Effort {
-            unreachable!("no task comes here")
-        }
-        fn memory(&self) -> &Arc<crate::engine::Memory> {
-            unreachable!("no task comes here")
-        }
+    impl Queue for Watched {
         fn expect(&self, _: crate::engine::Expect) {}
         fn isolate(&self, isolated: Option<Group>) {
             self.0.store(isolated.is_some(), Ordering::SeqCst);
@@ -338,10 +318,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_group_excludes_other_tasks_until_all_its_members_have_left() {
-        let engine = Arc::new(Watched::default());
+        let queue = Arc::new(Watched::default());
         let reporter = Reporter::start(std::io::sink()).unwrap();
-        let isolation = Isolation::start(engine.clone(), reporter);
-        let is_isolated = || engine.0.load(Ordering::SeqCst);
+        let isolation = Isolation::start(queue.clone(), reporter);
+        let is_isolated = || queue.0.load(Ordering::SeqCst);
         let name = |id: &str| TaskName { id: id.into(), fingerprint: id.into() };
         let two = Suspicion { max_group: 2, has_record: true };
         let (a, b) = tokio::join!(isolation.enter(name("a"), two), isolation.enter(name("b"), two));
@@ -361,9 +341,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_group_without_crash_records_is_alone_for_a_short_time_only() {
-        let engine = Arc::new(Watched::default());
-        let isolation = Isolation::start(engine.clone(), Reporter::start(std::io::sink()).unwrap());
-        let is_isolated = || engine.0.load(Ordering::SeqCst);
+        let queue = Arc::new(Watched::default());
+        let isolation = Isolation::start(queue.clone(), Reporter::start(std::io::sink()).unwrap());
+        let is_isolated = || queue.0.load(Ordering::SeqCst);
         let name = |id: &str| TaskName { id: id.into(), fingerprint: id.into() };
         let unproven = Suspicion { max_group: 2, has_record: false };
         let (long, _) =

@@ -6,7 +6,7 @@
 //! | `session` | what outlives a broker session, and when a session ends |
 //! | `intake` | what is done with a delivery; which tasks are handed back; when the worker has ended |
 //! | `prefetch` | how many messages to hold ahead |
-//! | `task_run` | the steps of one task |
+//! | `task_run/` | the stages of one task |
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of a pool |
@@ -298,7 +298,7 @@ fn assemble(
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     let adapts_prefetch = assignment.pool.prefetch.is_none();
-    if let Some(sequences) = engine.sequences() {
+    if let Some(sequences) = engine.queue().sequences() {
         let prefetch = (sequences + SPARE_SEQUENCES).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(prefetch as u16);
     }
@@ -312,7 +312,7 @@ fn assemble(
             model: load_spec(&assignment).model_name().to_owned(),
         },
         pools,
-        isolation: isolation::Isolation::start(engine.clone(), control.reporter.clone()),
+        isolation: isolation::Isolation::start(engine.queue().clone(), control.reporter.clone()),
         engine,
         counters,
         control: control.clone(),

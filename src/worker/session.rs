@@ -129,7 +129,7 @@ impl Worker {
     fn shared_prefetch(&self) -> SharedPrefetch {
         let limits = self.limits();
         let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
-        let adaptive = match self.engine.sequences() {
+        let adaptive = match self.engine.queue().sequences() {
             Some(_) => Prefetch::of_sequences(limits, first, Instant::now()),
             None => Prefetch::new(limits, first, usual, Instant::now()),
         };
@@ -139,7 +139,7 @@ impl Worker {
     /// The bounds of the prefetch.
     fn limits(&self) -> Limits {
         // While a GPU computes, the CPU preprocesses or answers one more batch.
-        let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
+        let batches = self.engine.queue().depth() + usize::from(self.assignment.device != "cpu");
         let pool = &self.assignment.pool;
         let Policy { max_tokens, max_requests, .. } = self.policy;
         Limits { batches, tokens: max_tokens, requests: max_requests, bytes: pool.queue_prefetch_bytes() }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::queue::{ConsumerId, Queue, QueueDelivery, Stats};
@@ -72,6 +72,8 @@ pub(super) struct QueueStore {
     queues: Mutex<Vec<StoredQueue>>,
     /// Index in `queues` by name; fixed at start.
     index_by_name: HashMap<String, usize>,
+    /// Wakes [`QueueStore::drained`] when a consumer has settled a message.
+    settled: Notify,
 }
 
 impl QueueStore {
@@ -85,7 +87,7 @@ impl QueueStore {
         }
         let stored = |kept| StoredQueue { kept, queue: Queue::default(), outlets: HashMap::new() };
         let queues = specs.iter().map(|spec| stored(spec.kept)).collect();
-        Ok(Self { queues: Mutex::new(queues), index_by_name })
+        Ok(Self { queues: Mutex::new(queues), index_by_name, settled: Notify::new() })
     }
 
     /// Accepts a message, which reaches its queue at once or after a delay. The number of delayed messages is bounded
@@ -129,9 +131,13 @@ impl QueueStore {
 
     /// Applies `change` to a consumer's queue, and delivers what may be delivered after it.
     pub fn change<T>(&self, consumer: ConsumerKey, change: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
-        let stored = &mut self.queues.lock()[consumer.queue];
-        let result = change(&mut stored.queue, consumer.id);
-        deliver_ready(stored);
+        let result = {
+            let stored = &mut self.queues.lock()[consumer.queue];
+            let result = change(&mut stored.queue, consumer.id);
+            deliver_ready(stored);
+            result
+        };
+        self.settled.notify_waiters();
         result
     }
 
@@ -156,6 +162,18 @@ impl QueueStore {
     pub fn stats(&self, queue: &str) -> Option<Stats> {
         self.index_by_name.get(queue).map(|index| self.queues.lock()[*index].queue.stats())
     }
+
+    /// Returns once a queue holds no message, or if it does not exist.
+    pub async fn drained(&self, queue: &str) {
+        loop {
+            // Created before the queue is read, so that what is settled after the read is noticed.
+            let settled = self.settled.notified();
+            if self.stats(queue).is_none_or(|stats| stats.ready + stats.unacked == 0) {
+                return;
+            }
+            settled.await;
+        }
+    }
 }
 
 fn enqueue(stored: &mut StoredQueue, message: Message) {
@@ -174,5 +192,28 @@ fn deliver_ready(stored: &mut StoredQueue) {
             let response = Response::Deliver { tag, redelivered, delivery_count, properties };
             outlet.send(response, message.body);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_queue_is_drained_once_its_last_message_is_acked() {
+        let store = Arc::new(QueueStore::new(&[QueueSpec { name: "replies".into(), kept: true }]).unwrap());
+        let (responses, _received) = mpsc::channel(8);
+        let outlet = ConnectionOutlet { id: 0, responses, disconnect: CancellationToken::new() };
+        assert!(store.drained("replies").now_or_never().is_some(), "it is empty");
+        store.publish(&outlet, 1, "replies", None, Message::default());
+        let waiter = store.clone();
+        let drained = tokio::spawn(async move { waiter.drained("replies").await });
+        let consumer = store.add_consumer("replies", NonZeroU16::MIN, outlet).unwrap();
+        tokio::task::yield_now().await;
+        assert!(!drained.is_finished(), "its message is delivered and not acked");
+        assert!(store.change(consumer, |queue, id| queue.ack(id, 1)));
+        drained.await.unwrap();
     }
 }

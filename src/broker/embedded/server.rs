@@ -76,6 +76,11 @@ impl EmbeddedBroker {
         self.queue_store.stats(queue)
     }
 
+    /// Returns once a queue holds no message: each one was acked. Returns at once if there is no such queue.
+    pub async fn drained(&self, queue: &str) {
+        self.queue_store.drained(queue).await;
+    }
+
     /// Ends all connections, tells each peer the reason, and waits until all are closed. They close at the same time,
     /// each within about a second.
     pub async fn shutdown(&self) {

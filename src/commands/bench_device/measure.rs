@@ -12,7 +12,8 @@ use crate::commands::bench::Work;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, Dtype};
 use crate::engine::{
-    EndedPass, Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Setup, Starter, TaskState,
+    EndedPass, Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Prepared, PreparedJob, Setup,
+    Starter, TaskState,
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::message::URL;
@@ -97,8 +98,8 @@ pub(super) fn measure(
     let start = Instant::now();
     let mut jobs = preprocess_all(&loaded, tasks)?;
     let preprocessing = start.elapsed();
-    let inputs = jobs.iter().map(|job| job.inputs()).sum();
-    let tokens = jobs.iter().map(|job| job.tokens()).sum();
+    let inputs = jobs.iter().map(|job| job.inputs).sum();
+    let tokens = jobs.iter().map(|job| job.tokens).sum();
 
     let mut computing = compute(&mut loaded, jobs)?;
     let start = Instant::now();
@@ -119,31 +120,29 @@ pub(super) fn measure(
 }
 
 /// Preprocesses all tasks, one after the other.
-fn preprocess_all(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
+fn preprocess_all(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<PreparedJob>> {
     let job = |(task, number): (&Work, usize)| {
         let content_type = task.body.media_type.clone();
         let mut properties = Properties { content_type, ..Properties::default() };
         properties.headers.extend(task.url.clone().map(|url| (URL.to_owned(), url.into())));
         let message = Message { properties, body: task.body.bytes.clone() };
-        let job = loaded.engine.preprocess(&message, &Files::default()).and_then(|mut job| {
-            // Makes the inputs that `preprocess` leaves out because they take long, such as those with a grammar.
-            job.make()?;
-            Ok(job)
-        });
+        // `make`: the inputs that take long, such as those with a grammar.
+        let job = loaded.engine.preprocess(&message, &Files::default()).and_then(Prepared::make);
         job.map_err(|error| anyhow!("task {number}: {error}").exits_with(Exit::Usage))
     };
     tasks.iter().zip(1..).map(job).collect()
 }
 
 /// Computes all jobs, and returns how long that took.
-fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<Duration> {
+fn compute(loaded: &mut Loaded, jobs: Vec<PreparedJob>) -> anyhow::Result<Duration> {
     // Announces a further job until all are enqueued, so that the first batch is full.
-    loaded.engine.expect(Expect::More);
+    loaded.engine.queue().expect(Expect::More);
     let start = Instant::now();
-    for (number, job) in jobs.iter_mut().enumerate() {
+    let enqueue = |(number, job): (usize, PreparedJob)| {
         let name = TaskName { id: number.to_string(), fingerprint: String::new() };
-        job.enqueue(Arc::new(TaskState::new(name, None)), None);
-    }
+        job.enqueue(Arc::new(TaskState::new(name, None)), None)
+    };
+    let mut jobs: Vec<_> = jobs.into_iter().enumerate().map(enqueue).collect();
     let mut unfinished = 0;
     for (job, number) in jobs.iter_mut().zip(1..) {
         if let Some(source) = job.source() {
@@ -154,7 +153,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
         let is_done = matches!(poll(&mut **job), Poll::Ready(JobEvent::Done(_)));
         unfinished += usize::from(!is_done);
     }
-    loaded.engine.expect(Expect::Less);
+    loaded.engine.queue().expect(Expect::Less);
     while unfinished > 0 {
         match loaded.notices.blocking_recv() {
             Some(Notice::Done(tasks)) => {

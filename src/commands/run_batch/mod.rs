@@ -25,7 +25,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect};
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use self::provenance::Provenance;
 use super::requests::batch_of;
@@ -61,6 +61,8 @@ const REPLIES: &str = "replies";
 const FOLDER_PREFIX: &str = "sconce-";
 /// The socket of the queue, in that folder.
 const SOCKET: &str = "queue";
+/// How long the last replies may take to be written once all workers have ended.
+const LAST_REPLIES_TIME: Duration = Duration::from_secs(5);
 /// A younger folder may belong to a run that begins.
 const LEFTOVER_AGE: Duration = Duration::from_secs(60);
 
@@ -120,7 +122,6 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         socket,
         queues: assignments.iter().map(|slot| slot.pool.task_queue.clone()).collect(),
         router: Router::new(&settings.pools, registry),
-        grace: settings.launcher.shutdown_grace,
         output: output.clone(),
         stop: stop.clone(),
     };
@@ -133,7 +134,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         raw_lines: None,
     });
     let launched = launching.run(&assignments);
-    let exit = run_with_feeder(launched, feeder, total, &output, &broker, &stop)?;
+    let exit = run_with_feeder(launched, feeder, settings.launcher.shutdown_grace, &broker, &stop)?;
     queue_runtime.block_on(broker.shutdown());
     let mut output = output.lock();
     output.bar.finish_and_clear();
@@ -167,13 +168,14 @@ fn note_idle_workers(pools: &[Pool], registry: &Registry, workers: usize, lines:
     }
 }
 
-/// Runs the launcher until it ends, and watches the feeder, which publishes the lines. If the feeder fails, the
-/// launcher is stopped and the error returned.
+/// Runs the launcher until it ends. Beside it runs the feeder, which publishes the lines and ends once all are answered. If
+/// the feeder fails, the launcher is stopped and the error returned. After `grace` from the feeder's end, the launcher
+/// stops the workers that still run: a worker that died after it took its sentinel has been restarted, and no sentinel is
+/// left for it.
 fn run_with_feeder(
     launched: impl Future<Output = Exit>,
     mut feeder: JoinHandle<anyhow::Result<()>>,
-    total: usize,
-    output: &Mutex<Output>,
+    grace: Duration,
     broker: &EmbeddedBroker,
     stop: &Stop,
 ) -> anyhow::Result<Exit> {
@@ -181,25 +183,36 @@ fn run_with_feeder(
     launcher_runtime.block_on(async {
         listen_for_signals(stop.clone(), SecondSignal::Aborts)?;
         let mut launched = pin!(launched);
-        let mut feeder_done = false;
-        let exit = loop {
-            tokio::select! {
-                exit = &mut launched => break exit,
-                ended = &mut feeder, if !feeder_done => match ended.map_err(Into::into).flatten() {
-                    Ok(()) => feeder_done = true,
-                    Err(error) => {
-                        // For example, the disk is full and further results could not be saved.
-                        stop.advance(Phase::Returning, "the run failed");
-                        launched.await;
-                        return Err(error);
-                    }
+        let fed = tokio::select! {
+            exit = &mut launched => {
+                if exit == Exit::Done {
+                    write_last(feeder, broker).await?;
                 }
+                return Ok(exit);
             }
+            ended = &mut feeder => ended.map_err(Into::into).flatten(),
         };
-        // The last replies of the workers may still be in the queue.
-        wait_until_written(total, output, broker, exit, stop).await;
-        Ok(exit)
+        if fed.is_ok()
+            && let Ok(exit) = timeout(grace, &mut launched).await
+        {
+            return Ok(exit);
+        }
+        // The run fails, for example, if the disk is full and further results cannot be saved.
+        stop.advance(Phase::Returning, if fed.is_ok() { "every line is answered" } else { "the run failed" });
+        let exit = launched.await;
+        fed.map(|()| exit)
     })
+}
+
+/// Waits until the feeder has written the last replies of the workers, which have ended: they may still be in the queue.
+async fn write_last(feeder: JoinHandle<anyhow::Result<()>>, broker: &EmbeddedBroker) -> anyhow::Result<()> {
+    tokio::select! {
+        biased;
+        ended = feeder => ended.map_err(Into::into).flatten(),
+        // The feeder acks a reply once it is written. After a stop, some lines have none.
+        () = broker.drained(REPLIES) => Ok(()),
+        () = tokio::time::sleep(LAST_REPLIES_TIME) => Ok(()),
+    }
 }
 
 /// Removes the folders of this user's runs that were killed: those whose socket nobody listens to.
@@ -586,8 +599,6 @@ struct Feeder {
     /// The task queue of each worker. Each worker gets a sentinel at the end.
     queues: Vec<String>,
     router: Router,
-    /// How long to wait after the sentinels, before the workers that still run are stopped.
-    grace: Duration,
     output: Arc<Mutex<Output>>,
     stop: Stop,
 }
@@ -618,34 +629,8 @@ impl Feeder {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             client.publish(queue, Message { properties, body: "null".into() }).await?;
         }
-        // A worker that died after it took its sentinel has been restarted, and no sentinel is left for it. It is
-        // stopped here, after the grace period.
-        tokio::time::sleep(self.grace).await;
-        self.stop.advance(Phase::Returning, "every line is answered");
         Ok(())
     }
-}
-
-/// Waits until every line is written. If the run was stopped, waits only until the reply queue is empty. Does not wait
-/// if the launcher failed. Bound: five seconds.
-async fn wait_until_written(
-    total: usize,
-    output: &Mutex<Output>,
-    broker: &EmbeddedBroker,
-    exit: Exit,
-    stop: &Stop,
-) {
-    const POLL_INTERVAL: Duration = Duration::from_millis(20);
-    let is_drained = || broker.stats(REPLIES).is_none_or(|queue| queue.ready + queue.unacked == 0);
-    let written = async {
-        while exit == Exit::Done && output.lock().done < total {
-            if stop.phase() >= Phase::Returning && is_drained() {
-                return;
-            }
-            tokio::time::sleep(POLL_INTERVAL).await;
-        }
-    };
-    let _ = tokio::time::timeout(Duration::from_secs(5), written).await;
 }
 
 #[cfg(test)]

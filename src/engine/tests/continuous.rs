@@ -83,11 +83,11 @@ impl Rig {
         task: Arc<TaskState>,
         group: Option<Group>,
     ) -> Ended {
-        let mut job = match self.engine.preprocess(&message, &Files::default()) {
-            Ok(job) => job,
+        let prepared = self.engine.preprocess(&message, &Files::default()).and_then(Prepared::make);
+        let mut job = match prepared {
+            Ok(job) => job.enqueue(task, group),
             Err(error) => return self.ended(Err(error), Vec::new(), Computed::default()),
         };
-        job.enqueue(task, group);
         let (mut parts, mut next) = (Vec::new(), Instant::now());
         let mut write = |unwritten: Unwritten| {
             let text = |body: Body| String::from_utf8(body.bytes.to_vec()).unwrap();
@@ -269,9 +269,9 @@ async fn isolated_sequences_run_alone_and_interrupted_ones_give_the_same_text() 
     let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
     let isolated = async {
         rig.log.passes(3).await;
-        rig.engine.isolate(Some(1));
+        rig.engine.queue().isolate(Some(1));
         let ended = rig.run_as(state("suspect", None), sequence(4, 5), Some(1)).await;
-        rig.engine.isolate(None);
+        rig.engine.queue().isolate(None);
         ended
     };
     let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);

@@ -195,9 +195,9 @@ async fn a_preempted_sequence_encodes_again_and_gives_the_same_text() {
     let ordinary = |id: &'static str| rig.run(id, with(window(4, 10), json!({"stream": true})));
     let isolated = async {
         rig.log.passes(3).await;
-        rig.engine.isolate(Some(1));
+        rig.engine.queue().isolate(Some(1));
         let ended = rig.run_as(state("suspect", None), window(4, 5), Some(1)).await;
-        rig.engine.isolate(None);
+        rig.engine.queue().isolate(None);
         ended
     };
     let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);

@@ -3,6 +3,7 @@
 mod continuous;
 mod encoding;
 mod generated;
+mod job;
 mod oneshot;
 mod probe;
 mod streams;

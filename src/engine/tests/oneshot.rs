@@ -109,10 +109,9 @@ impl Rig {
 
     fn enqueue(&mut self, inputs: &[u8], group: Option<Group>) {
         let message = Message { body: inputs.to_vec().into(), ..Message::default() };
-        let mut job = self.engine.preprocess(&message, &Files::default()).unwrap();
+        let job = self.engine.preprocess(&message, &Files::default()).unwrap().make().unwrap();
         let task = state(&inputs[0].to_string(), None);
-        job.enqueue(task.clone(), group);
-        self.jobs.push((task, job));
+        self.jobs.push((task.clone(), job.enqueue(task, group)));
     }
 
     fn turn(&mut self) -> Next {
@@ -142,13 +141,13 @@ impl Rig {
     fn after(asynchronous: bool, batches: &[&[u8]]) -> Self {
         let mut rig = Self::new(asynchronous);
         // One task counts as on its way, so that the loop sees no partial batch before all are enqueued.
-        rig.engine.expect(Expect::More);
+        rig.engine.queue().expect(Expect::More);
         for batch in batches {
             for input in *batch {
                 rig.enqueue(&[*input], None);
             }
         }
-        rig.engine.expect(Expect::Less);
+        rig.engine.queue().expect(Expect::Less);
         rig.run();
         rig
     }
@@ -261,13 +260,13 @@ fn after_a_device_failure_nothing_is_answered() {
 #[test]
 fn withdrawn_and_cancelled_inputs_are_not_computed() {
     let mut rig = Rig::new(false);
-    rig.engine.expect(Expect::More);
+    rig.engine.queue().expect(Expect::More);
     for input in [10, 11, 12] {
         rig.enqueue(&[input], None);
     }
     assert!(rig.jobs[0].0.withdraw());
     rig.jobs[1].0.cancel();
-    rig.engine.expect(Expect::Less);
+    rig.engine.queue().expect(Expect::Less);
     rig.run();
     assert_eq!(rig.calls(), ["submit [12]", "wait [12]"]);
     assert!(!rig.jobs[2].0.withdraw(), "it was on the device");
@@ -281,15 +280,15 @@ fn withdrawn_and_cancelled_inputs_are_not_computed() {
 fn an_idle_device_waits_for_expected_tasks_and_wakes_after_the_last() {
     let mut rig = Rig::new(false);
     assert_eq!(rig.run(), Next::Sleep(None));
-    rig.engine.expect(Expect::More);
-    rig.engine.expect(Expect::More);
+    rig.engine.queue().expect(Expect::More);
+    rig.engine.queue().expect(Expect::More);
     rig.enqueue(&[10], None);
     assert!(rig.woken.swap(false, Ordering::SeqCst), "it must learn when this one is due");
-    rig.engine.expect(Expect::Less);
+    rig.engine.queue().expect(Expect::Less);
     assert!(matches!(rig.run(), Next::Sleep(Some(_))));
     rig.enqueue(&[11], None);
     assert!(!rig.woken.load(Ordering::SeqCst), "a second task makes nothing due earlier");
-    rig.engine.expect(Expect::Less);
+    rig.engine.queue().expect(Expect::Less);
     assert!(rig.woken.load(Ordering::SeqCst));
     rig.run();
     assert_eq!(rig.calls(), ["submit [10, 11]", "wait [10, 11]"]);
@@ -298,10 +297,10 @@ fn an_idle_device_waits_for_expected_tasks_and_wakes_after_the_last() {
 #[test]
 fn a_task_enqueued_just_before_the_sleep_is_noticed() {
     let mut rig = Rig::new(false);
-    rig.engine.expect(Expect::More);
-    rig.engine.expect(Expect::More);
+    rig.engine.queue().expect(Expect::More);
+    rig.engine.queue().expect(Expect::More);
     rig.enqueue(&[10], None);
-    rig.engine.expect(Expect::Less);
+    rig.engine.queue().expect(Expect::Less);
     // As if the loop had read the queue before this task was enqueued: it has no time at which to wake.
     assert!(!rig.waiting.sleep(None, now()), "10 is due in 2 ms, whether another task arrives or not");
     assert!(matches!(rig.run(), Next::Sleep(Some(_))));
@@ -310,16 +309,16 @@ fn a_task_enqueued_just_before_the_sleep_is_noticed() {
 #[test]
 fn isolated_tasks_run_first_and_alone_and_the_others_wait() {
     let mut rig = Rig::new(true);
-    rig.engine.expect(Expect::More);
+    rig.engine.queue().expect(Expect::More);
     rig.enqueue(&[10], None);
-    rig.engine.isolate(Some(1));
+    rig.engine.queue().isolate(Some(1));
     rig.enqueue(&[20], Some(1));
     rig.enqueue(&[21], Some(1));
-    rig.engine.expect(Expect::Less);
+    rig.engine.queue().expect(Expect::Less);
     rig.run();
     assert_eq!(rig.calls(), ["submit [20, 21]", "wait [20, 21]"]);
     rig.woken.store(false, Ordering::SeqCst);
-    rig.engine.isolate(None);
+    rig.engine.queue().isolate(None);
     assert!(rig.woken.load(Ordering::SeqCst));
     rig.run();
     assert_eq!(rig.calls(), ["submit [10]", "wait [10]"]);
@@ -328,14 +327,14 @@ fn isolated_tasks_run_first_and_alone_and_the_others_wait() {
 #[test]
 fn tasks_of_an_earlier_group_are_computed_with_all_others() {
     let mut rig = Rig::new(true);
-    rig.engine.isolate(Some(1));
+    rig.engine.queue().isolate(Some(1));
     rig.enqueue(&[20], Some(1));
-    rig.engine.isolate(None);
+    rig.engine.queue().isolate(None);
     rig.enqueue(&[10], None);
     rig.enqueue(&[21], Some(1));
     rig.run();
     assert_eq!(rig.calls(), ["submit [20, 10, 21]", "wait [20, 10, 21]"]);
-    rig.engine.isolate(Some(2));
+    rig.engine.queue().isolate(Some(2));
     rig.enqueue(&[22], Some(1));
     rig.enqueue(&[30], Some(2));
     rig.run();

@@ -195,9 +195,9 @@ async fn an_isolated_task_starts_when_the_others_have_ended_and_runs_alone() {
     let (rig, told) = rig();
     let isolate = async {
         tokio::time::sleep(Duration::from_millis(20)).await;
-        rig.engine.isolate(Some(7));
+        rig.engine.queue().isolate(Some(7));
         let suspect = rig.run_as(state("s", None), task("s", 10), Some(7)).await;
-        rig.engine.isolate(None);
+        rig.engine.queue().isolate(None);
         suspect
     };
     let later = async {
@@ -213,14 +213,10 @@ async fn an_isolated_task_starts_when_the_others_have_ended_and_runs_alone() {
 #[tokio::test(start_paused = true, flavor = "local")]
 async fn the_loss_of_the_process_is_a_fault_and_its_tasks_were_reported_before() {
     let (rig, _) = rig();
-    let mut job = rig
-        .engine
-        .preprocess(
-            &Message { body: json!({"name": "a", "fault": true}).to_string().into(), ..Message::default() },
-            &Files::default(),
-        )
-        .unwrap();
-    job.enqueue(state("a", None), None);
+    let message =
+        Message { body: json!({"name": "a", "fault": true}).to_string().into(), ..Message::default() };
+    let prepared = rig.engine.preprocess(&message, &Files::default()).unwrap();
+    let _job = prepared.make().unwrap().enqueue(state("a", None), None);
     while rig.fault.lock().is_none() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }

@@ -1,15 +1,15 @@
 //! Decides whose windows a step encodes. A window is input that the encoder of a sequence processes as a whole: 30 s of
 //! sound, or an image. Pure.
 //!
-//! Queues are served by their shares. Within a queue, requesters take turns: the next window of every requester is encoded before a second one of any. The requester that
-//! has waited longest since its window arrived, or since one of its windows was last encoded, comes first. So a
-//! requester with a thousand windows delays a window of another requester by at most one window, and new requesters
-//! cannot keep an old window waiting.
+//! Queues are served by their shares. Within a queue, requesters take turns: the next window of every requester is
+//! encoded before a second one of any. The requester that has waited longest since its window arrived, or since one of
+//! its windows was last encoded, comes first. So a requester with a thousand windows delays a window of another requester
+//! by at most one window, and new requesters cannot keep an old window waiting.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::shares::QueueShare;
+use crate::batching::shares::QueueShare;
 
 /// How an encoder's windows are spread among steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ impl Default for Encoding {
 pub struct Window<R> {
     /// The queue that it came from.
     pub queue: QueueShare,
-    /// When the next window of that queue starts, as [`Shares::start`](super::Shares::start) says.
+    /// When the next window of that queue starts, as [`Shares::start`](crate::batching::Shares::start) says.
     pub queue_start: u64,
     /// Whose it is.
     pub requester: R,

@@ -11,7 +11,7 @@
 
 use std::collections::BTreeMap;
 
-use super::shares::{QueueShare, divide_by_weight};
+use crate::batching::shares::{QueueShare, divide_by_weight};
 
 /// A prompt with tokens that are not fed yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
