@@ -9,8 +9,6 @@ use super::message::{count_header, text_header};
 use super::reply::to_json;
 use super::{FileUrl, Files, Headers, Message, TaskError};
 
-/// The URL of these requests.
-pub const URL: &str = "/image-to-text";
 /// Maximum size of a prompt, in bytes.
 const MAX_PROMPT_BYTES: usize = 4_096;
 /// The default of `max_new_tokens`: the length of captions in the generation settings of published models.

@@ -524,16 +524,6 @@ pub fn excerpt(raw: &str) -> String {
     }
 }
 
-/// An endpoint whose requests can share a task if one of their fields `input_fields` holds a text or a list of texts, and
-/// they have none of the fields `unless`. A reply is a list with an item for each text, or has one as its field `data`.
-pub(super) struct SharingEndpoint {
-    pub(super) url: &'static str,
-    pub(super) input_fields: &'static [&'static str],
-    pub(super) unless: &'static [&'static str],
-    /// Whether the reply to one text that is in no list is its item.
-    pub(super) unwraps: bool,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,8 +11,6 @@ use super::message::text_header;
 use super::reply::{Usage, to_json};
 use super::{Body, Message, TaskError, TaskErrorKind};
 
-/// The URL of these requests.
-pub const URL: &str = "/v1/images/generations";
 /// Maximum size of a prompt, in bytes. Both prompts are written into each image.
 const MAX_PROMPT_BYTES: usize = 16_384;
 /// The default number of steps, if the pool allows as many.

@@ -9,10 +9,6 @@ use super::fields::{Fields, Keys, keys, list, string};
 use super::message::{boolean_header, count_header, text_header};
 use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, from_base64};
 
-/// The URL of these requests.
-pub const URL: &str = "/classify";
-/// The fields that may hold the inputs.
-pub(super) const INPUTS: &[&str] = &["image_url", "inputs"];
 /// The number of labels for each image, if the request does not say how many.
 const DEFAULT_TOP_K: usize = 5;
 

@@ -4,17 +4,9 @@
 use serde::Serialize;
 
 use super::candidate_labels::CandidateLabels;
-use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
+use super::fields::{Fields, Keys, Texts, keys};
 use super::reply::{Usage, to_json};
 use super::{TaskError, TaskErrorKind};
-
-/// The URL of these requests.
-pub const URL: &str = "/classify";
-/// The fields that may hold the inputs.
-pub(super) const INPUTS: &[&str] = &["input", "inputs"];
-/// Requests that can share a task.
-pub(super) const SHARING: SharingEndpoint =
-    SharingEndpoint { url: URL, input_fields: &["input"], unless: &["labels", "parameters"], unwraps: false };
 
 pub(super) const KEYS: Keys = keys! {
     "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",

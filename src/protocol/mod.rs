@@ -9,6 +9,7 @@ pub mod captions;
 pub mod control;
 pub mod dead_letter;
 pub mod embeddings;
+pub mod endpoints;
 pub mod fields;
 pub mod files;
 pub mod generate;

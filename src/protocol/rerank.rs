@@ -8,13 +8,6 @@ use super::labels::highest_indices;
 use super::reply::{Usage, to_json};
 use super::{TaskError, TaskErrorKind};
 
-/// The URL of requests to sort documents.
-pub const RERANK_URL: &str = "/v1/rerank";
-/// The URL of requests to score pairs.
-pub const SCORE_URL: &str = "/v1/score";
-/// The fields that may hold the inputs.
-pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
-
 pub(super) const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
     "truncate", "instruction";

@@ -4,14 +4,8 @@
 use serde::Serialize;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, SharingEndpoint, Texts, keys};
+use super::fields::{Fields, Keys, Texts, keys};
 use super::reply::to_json;
-
-/// The URL of these requests.
-pub const URL: &str = "/embed_sparse";
-/// Requests that can share a task.
-pub(super) const SHARING: SharingEndpoint =
-    SharingEndpoint { url: URL, input_fields: &["inputs", "input"], unless: &[], unwraps: false };
 
 pub(super) const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";

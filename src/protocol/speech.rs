@@ -11,13 +11,8 @@ use super::fields::{Fields, Keys, invalid, keys, string, texts};
 use super::reply::to_json;
 use super::{Body, TaskError, TaskErrorKind};
 
-/// The URL of requests for the sound of a text.
-pub const SPEECH_URL: &str = "/v1/audio/speech";
 /// The URL of requests for the list of voices.
 pub const VOICES_URL: &str = "/v1/audio/voices";
-
-/// The field that may hold several inputs.
-pub(super) const INPUTS: &[&str] = &["phonemes"];
 
 /// The range of `speed`, as in OpenAI's API.
 const SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;

@@ -6,16 +6,9 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::fields::{
-    Fields, Keys, SharingEndpoint, Texts, bounded_string, each_item, first_items, invalid, keys, whole,
-};
+use super::fields::{Fields, Keys, Texts, bounded_string, each_item, first_items, invalid, keys, whole};
 use super::{TaskError, TaskErrorKind};
 
-/// The URL of these requests.
-pub const URL: &str = "/token-classification";
-/// Requests that can share a task.
-pub(super) const SHARING: SharingEndpoint =
-    SharingEndpoint { url: URL, input_fields: &["input", "inputs"], unless: &[], unwraps: true };
 /// Maximum number of labels to leave out.
 const MAX_IGNORED: usize = 1_000;
 /// Maximum size of a label to leave out, in bytes.

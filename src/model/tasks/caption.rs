@@ -25,7 +25,8 @@ use crate::model::{
     LoadError, LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError,
 };
 use crate::protocol::Value;
-use crate::protocol::captions::{CaptionRequest, URL, write_captions};
+use crate::protocol::captions::{CaptionRequest, write_captions};
+use crate::protocol::endpoints::CAPTIONS_URL as URL;
 
 /// The largest `sequences`.
 const MAX_SEQUENCES: u64 = 256;

@@ -23,8 +23,9 @@ use crate::model::{
     Advance, Advances, Body, Capacity, Device, Feed, ForwardError, Generate, Inputs, LoadError, LoadSpec,
     Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError, TaskErrorKind,
 };
+use crate::protocol::endpoints::IMAGE_GENERATION_URL as URL;
 use crate::protocol::image_generation::{
-    DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, URL, png, write_images,
+    DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, png, write_images,
 };
 
 /// The sides of images are multiples of at least this many pixels, also if the decoder enlarges latents by less.

@@ -23,8 +23,9 @@ pub use crate::model::ops::probabilities::{sigmoid, softmax};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
+use crate::protocol::endpoints::CLASSIFY_URL as URL;
 use crate::protocol::fields::{Texts, excerpt};
-use crate::protocol::labels::{ClassifyRequest, URL, ZeroShot, write_best_labels, write_labels};
+use crate::protocol::labels::{ClassifyRequest, ZeroShot, write_best_labels, write_labels};
 use crate::protocol::reply::Usage;
 
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is

@@ -24,8 +24,9 @@ use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
     TaskErrorKind,
 };
+use crate::protocol::endpoints::{RERANK_URL, SCORE_URL};
 use crate::protocol::reply::Usage;
-use crate::protocol::rerank::{Form, PairsRequest, RERANK_URL, SCORE_URL, write_scores};
+use crate::protocol::rerank::{Form, PairsRequest, write_scores};
 
 /// Models that score pairs of texts.
 pub static FAMILY: Family = Family {

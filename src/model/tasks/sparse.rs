@@ -25,7 +25,8 @@ use crate::model::nets::encoder::text_config::TextConfig;
 use crate::model::{
     Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
 };
-use crate::protocol::sparse::{SparseRequest, URL, write_vectors};
+use crate::protocol::endpoints::SPARSE_URL as URL;
+use crate::protocol::sparse::{SparseRequest, write_vectors};
 
 /// The suffix in `architectures` of classes with a head for masked tokens.
 const HEAD_SUFFIX: &str = "ForMaskedLM";

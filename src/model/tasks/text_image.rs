@@ -25,8 +25,8 @@ use crate::model::{
     TaskError,
 };
 use crate::protocol::Value;
-use crate::protocol::embeddings::{self, EmbeddingRequest, Input};
-use crate::protocol::images;
+use crate::protocol::embeddings::{EmbeddingRequest, Input};
+use crate::protocol::endpoints::{CLASSIFY_URL, EMBEDDINGS_URL};
 use crate::protocol::labels::write_best_labels;
 use crate::protocol::message;
 use crate::protocol::zero_shot::ZeroShotRequest;
@@ -38,8 +38,8 @@ const MAX_QUICK_PRODUCTS: usize = 4_000_000;
 pub static FAMILY: Family = Family {
     name: "text-image",
     routes: &[
-        Route { url: embeddings::URL, media_types: MEDIA_TYPES },
-        Route { url: images::URL, media_types: MEDIA_TYPES },
+        Route { url: EMBEDDINGS_URL, media_types: MEDIA_TYPES },
+        Route { url: CLASSIFY_URL, media_types: MEDIA_TYPES },
     ],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
@@ -55,7 +55,7 @@ pub static FAMILY: Family = Family {
         check,
     }),
     options: &[MAX_PIXELS, MAX_TASK_PIXELS],
-    sample: |texts| Sample::of_texts(embeddings::URL, "input", texts),
+    sample: |texts| Sample::of_texts(EMBEDDINGS_URL, "input", texts),
     example: Example { model: "tiny-clip", options: &[("max_pixels", 1_000_000)] },
 };
 
@@ -223,7 +223,7 @@ impl Processor for TextImageProcessor {
     fn probe(&self) -> Option<Message> {
         let labels = ["a candle", "a sconce"].map(Value::from).into();
         let headers =
-            [(message::URL.to_owned(), images::URL.into()), ("labels".to_owned(), Value::Array(labels))];
+            [(message::URL.to_owned(), CLASSIFY_URL.into()), ("labels".to_owned(), Value::Array(labels))];
         Some(probe_message(headers.into()))
     }
 
@@ -284,7 +284,7 @@ impl Processor for TextImageProcessor {
 /// Whether a message asks to classify images.
 fn is_zero_shot(message: &Message) -> bool {
     let url = message.properties.headers.get(message::URL).and_then(Value::as_str);
-    url == Some(images::URL)
+    url == Some(CLASSIFY_URL)
 }
 
 impl TextImageProcessor {

@@ -5,24 +5,9 @@
 mod request;
 mod response;
 
-use super::fields::SharingEndpoint;
-
 pub(super) use request::KEYS;
 pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
-
-/// The URL of these requests.
-pub const URL: &str = "/v1/embeddings";
-/// The fields that may hold the inputs.
-pub(super) const INPUTS: &[&str] = &["input"];
-/// Requests that can share a task.
-pub(super) const SHARING: SharingEndpoint =
-    SharingEndpoint { url: URL, input_fields: &["input"], unless: &[], unwraps: false };
-
-/// The body of a request to embed a text.
-pub fn body_of_text(text: &str) -> String {
-    serde_json::json!({ "input": text }).to_string()
-}
 
 /// How the vectors of a reply are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

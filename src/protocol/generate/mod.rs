@@ -9,10 +9,3 @@ pub(super) use reply::first_text;
 pub use reply::{Choice, Chunk, Finish, Reply, TokenScore, TopScore, Usage, new_id};
 pub use request::{Api, ChatMessage, Format, GenerateRequest, Prompts, Sampling};
 pub(super) use request::{CHAT, COMPLETIONS};
-
-/// The URL of requests to continue texts.
-pub const COMPLETIONS_URL: &str = "/v1/completions";
-/// The URL of requests to continue a conversation.
-pub const CHAT_URL: &str = "/v1/chat/completions";
-/// The fields that may hold the inputs.
-pub(super) const INPUTS: &[&str] = &["prompt"];

@@ -7,8 +7,3 @@ mod request;
 pub use reply::{Segment, Transcript, Word, delta, text_of};
 pub(super) use request::KEYS;
 pub use request::{Format, Sound, SpeechTask, TranscriptionRequest, VoiceDetection};
-
-/// The URL of requests for a text in the language of the recording.
-pub const TRANSCRIPTIONS_URL: &str = "/v1/audio/transcriptions";
-/// The URL of requests for a text in English.
-pub const TRANSLATIONS_URL: &str = "/v1/audio/translations";

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
 
-use super::TRANSLATIONS_URL;
+use crate::protocol::endpoints::TRANSLATIONS_URL;
 use crate::protocol::fields::{Fields, Keys, bounded_string, each_item, invalid, keys, list, string};
 use crate::protocol::message::Headers;
 use crate::protocol::{FileUrl, Files, Message, TaskError, Value};

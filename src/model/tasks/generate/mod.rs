@@ -34,9 +34,8 @@ use crate::model::{
     Body, Capacity, Device, Dtype, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
     Route, SizedInput, Streaming, TaskError, TaskErrorKind,
 };
-use crate::protocol::generate::{
-    Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
-};
+use crate::protocol::endpoints::{CHAT_URL, COMPLETIONS_URL};
+use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
 use crate::protocol::stats::{Generated, TokenCounts};
 use crate::protocol::task::published;
 

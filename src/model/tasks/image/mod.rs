@@ -28,7 +28,8 @@ use crate::model::{
     Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
 };
-use crate::protocol::images::{ImageFile, ImagesRequest, URL};
+use crate::protocol::endpoints::CLASSIFY_URL as URL;
+use crate::protocol::images::{ImageFile, ImagesRequest};
 use crate::protocol::labels::write_best_labels;
 use crate::protocol::{BYTES, Headers, JSON, KOMBU_BYTES};
 

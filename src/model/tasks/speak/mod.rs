@@ -24,10 +24,11 @@ use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     Streaming, TaskError, TaskErrorKind,
 };
+use crate::protocol::endpoints::SPEECH_URL;
 use crate::protocol::shorten;
 use crate::protocol::speech::{
-    ListedVoice, SPEECH_URL, SoundFormat, SpeechRequest, Spoken, VOICES_URL, read_voices_request,
-    write_sound, write_voices,
+    ListedVoice, SoundFormat, SpeechRequest, Spoken, VOICES_URL, read_voices_request, write_sound,
+    write_voices,
 };
 
 /// Number of frames of 12.5 ms that is assumed for a symbol at speed 1, by which batches and memory are planned: the true

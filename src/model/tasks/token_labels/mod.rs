@@ -32,7 +32,8 @@ use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     TaskError, TaskErrorKind,
 };
-use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsRequest, URL};
+use crate::protocol::endpoints::TOKEN_LABELS_URL as URL;
+use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsRequest};
 
 /// The maximum number of labels of a model. Each token has a number for each of them, so the bound limits the memory of a
 /// batch.

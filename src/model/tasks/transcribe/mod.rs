@@ -37,10 +37,8 @@ use crate::model::{
     Announced, Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
     Properties, Route, Streaming, TaskError,
 };
-use crate::protocol::transcriptions::{
-    Format, Segment, SpeechTask, TRANSCRIPTIONS_URL, TRANSLATIONS_URL, Transcript, TranscriptionRequest,
-    delta,
-};
+use crate::protocol::endpoints::{TRANSCRIPTIONS_URL, TRANSLATIONS_URL};
+use crate::protocol::transcriptions::{Format, Segment, SpeechTask, Transcript, TranscriptionRequest, delta};
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES};
 
 /// The media types of requests. A file's format is found in the file itself.
