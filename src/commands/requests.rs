@@ -17,11 +17,12 @@ use crate::client::batch_file::Table;
 use crate::client::batch_file::{Batch, InputFile, is_of_vectors, is_table};
 use crate::config::Pool;
 use crate::model::Route;
+use crate::model::registry::check_field;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::endpoints::EMBEDDINGS_URL;
 #[cfg(feature = "tables")]
 use crate::protocol::endpoints::{RERANK_URL, SCORE_URL};
-use crate::protocol::requests::{body_of_text, check_field};
+use crate::protocol::requests::body_of_text;
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES, shorten};
 
 /// A task to publish.

@@ -15,6 +15,7 @@ use super::{LoadError, LoadSpec, Route};
 pub use crate::config::{OptionDefault, OptionProblem, OptionSpec, Takes};
 use crate::config::{check_options, with_defaults};
 use crate::protocol::batch_line::RequestBody;
+use crate::protocol::fields::Keys;
 
 /// The file in which sentence-transformers lists a model's modules.
 pub const MODULES: &str = "modules.json";
@@ -25,6 +26,8 @@ pub struct Family {
     pub name: &'static str,
     /// The routes that it answers, the usual one first. A model of the family may answer fewer.
     pub routes: &'static [Route],
+    /// The fields of its requests, by their URLs.
+    pub fields: &'static [(&'static str, &'static Keys)],
     /// Which models it serves.
     pub serves: Serves,
     /// The settings that it takes in `[pool.options]`.

@@ -14,7 +14,7 @@ const MAX_PROMPT_BYTES: usize = 4_096;
 /// The default of `max_new_tokens`: the length of captions in the generation settings of published models.
 const DEFAULT_MAX_TOKENS: usize = 20;
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "image_url", "input", "inputs", "max_new_tokens", "model", "parameters", "prompt";
     "stream" = "false"
 };

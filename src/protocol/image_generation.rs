@@ -20,7 +20,7 @@ const DEFAULT_GUIDANCE: f32 = 7.5;
 /// The largest `guidance_scale`: far beyond what is of use. Above about 20, images are oversaturated.
 const MAX_GUIDANCE: f32 = 100.0;
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "guidance_scale", "model", "n", "negative_prompt", "num_inference_steps", "prompt", "response_format", "seed", "size",
     "steps", "stream", "truncate";
     "background" = "\"auto\"", "cfg_scale" = "null", "complexity" = "null", "frame_count" = "null",

@@ -14,7 +14,7 @@ const DEFAULT_TOP_K: usize = 5;
 
 /// The field that holds the texts in a request to classify texts, which has the same URL.
 const INPUT: &str = "input";
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "image_url", "input", "inputs", "model", "parameters", "raw_scores", "top_k";
     "candidate_labels" = "null", "function_to_apply" = "null", "hypothesis_template" = "null", "labels" = "null"
 };

@@ -8,7 +8,7 @@ use super::fields::{Fields, Keys, Texts, keys};
 use super::reply::{Usage, to_json};
 use super::{TaskError, TaskErrorKind};
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",
     "truncate";
     "activation" = "true", "add_generation_prompt" = "false", "add_special_tokens" = "true",

@@ -7,56 +7,14 @@
 //! Does no I/O. The file of an endpoint decides what its requests mean to a model, and names the fields that are read
 //! here.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use super::endpoints::{
-    CAPTIONS_URL, CHAT_URL, CLASSIFY_URL, COMPLETIONS_URL, EMBEDDINGS_URL, ENDPOINTS, Endpoint,
-    IMAGE_GENERATION_URL, RERANK_URL, SCORE_URL, SPARSE_URL, SPEECH_URL, Sharing, TOKEN_LABELS_URL,
-    TRANSCRIPTIONS_URL, TRANSLATIONS_URL,
-};
-use super::fields::Keys;
-use super::{
-    Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
-    token_labels, transcriptions, zero_shot,
-};
-
-/// The fields of requests by their URLs. Some URLs have several kinds of requests.
-const FIELDS: [(&str, &Keys); 15] = [
-    (CAPTIONS_URL, &captions::KEYS),
-    (EMBEDDINGS_URL, &embeddings::KEYS),
-    (CHAT_URL, &generate::CHAT),
-    (COMPLETIONS_URL, &generate::COMPLETIONS),
-    (IMAGE_GENERATION_URL, &image_generation::KEYS),
-    (CLASSIFY_URL, &images::KEYS),
-    (CLASSIFY_URL, &labels::KEYS),
-    (CLASSIFY_URL, &zero_shot::KEYS),
-    (RERANK_URL, &rerank::RERANK),
-    (SCORE_URL, &rerank::SCORE),
-    (SPARSE_URL, &sparse::KEYS),
-    (SPEECH_URL, &speech::KEYS),
-    (TOKEN_LABELS_URL, &token_labels::KEYS),
-    (TRANSCRIPTIONS_URL, &transcriptions::KEYS),
-    (TRANSLATIONS_URL, &transcriptions::KEYS),
-];
-
-/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a field
-/// that a user gives by hand should have an effect. Of a URL that is not built in, nothing is known.
-///
-/// # Errors
-/// A message with the fields that there are.
-pub fn check_field(url: &str, name: &str) -> Result<(), String> {
-    let kinds = || FIELDS.iter().filter(|(known, _)| *known == url).map(|(_, keys)| *keys);
-    if kinds().next().is_none() || kinds().any(|keys| keys.has(name)) {
-        return Ok(());
-    }
-    let names: BTreeSet<&str> = kinds().flat_map(|keys| keys.supported).copied().collect();
-    let names = names.into_iter().collect::<Vec<_>>().join(", ");
-    Err(format!("{url} has no such field; it takes {names}"))
-}
+use super::endpoints::{CHAT_URL, ENDPOINTS, Endpoint, RERANK_URL, SCORE_URL, Sharing};
+use super::{Message, captions, generate, transcriptions};
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
 /// multiplies by `n` for generated text and by the
@@ -269,6 +227,7 @@ pub fn usage_of(reply: &Message) -> ReplyUsage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::endpoints::{CLASSIFY_URL, COMPLETIONS_URL, EMBEDDINGS_URL, SPARSE_URL};
 
     #[test]
     fn texts_become_bodies_that_their_url_takes() {
@@ -306,27 +265,6 @@ mod tests {
         ] {
             assert_eq!(count_inputs(body.as_bytes()), inputs, "{body}");
         }
-    }
-
-    #[test]
-    fn a_field_that_no_request_of_a_url_has_is_refused_with_those_that_there_are() {
-        for (url, name) in [
-            (CLASSIFY_URL, "top_k"),
-            (CLASSIFY_URL, "image_url"),
-            (TOKEN_LABELS_URL, "stride"),
-            (SPARSE_URL, "normalize"),
-            (TRANSLATIONS_URL, "keywords"),
-            ("/v1/of/mine", "anything"),
-        ] {
-            assert_eq!(check_field(url, name), Ok(()), "{url} {name}");
-        }
-        for (url, name) in [(SPARSE_URL, "aggregation_strategy"), (SPEECH_URL, "lang")] {
-            let refused = check_field(url, name).unwrap_err();
-            assert!(refused.starts_with(&format!("{url} has no such field; it takes ")), "{refused}");
-        }
-        assert!(
-            check_field(SPARSE_URL, "x").unwrap_err().contains("prompt_name, threshold, top_k, truncate")
-        );
     }
 
     #[test]

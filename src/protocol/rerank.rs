@@ -8,7 +8,7 @@ use super::labels::highest_indices;
 use super::reply::{Usage, to_json};
 use super::{TaskError, TaskErrorKind};
 
-pub(super) const RERANK: Keys = keys! {
+pub const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
     "truncate", "instruction";
     "chat_template_kwargs" = "null", "max_chunks_per_doc" = "null",
@@ -17,7 +17,7 @@ pub(super) const RERANK: Keys = keys! {
     "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 const DOCUMENT: Keys = keys! { "text" };
-pub(super) const SCORE: Keys = keys! {
+pub const SCORE: Keys = keys! {
     "model", "text_1", "text_2", "raw_scores", "truncate", "instruction";
     "chat_template_kwargs" = "null", "data_1" = "null", "data_2" = "null", "documents" = "null",
     "items" = "null", "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0",

@@ -7,7 +7,7 @@ use super::TaskError;
 use super::fields::{Fields, Keys, Texts, keys};
 use super::reply::to_json;
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";
     "add_special_tokens" = "true", "dimensions" = "null", "encoding_format" = "\"float\"", "errors" = "\"task\"",
     "normalize" = "false", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""

@@ -19,7 +19,7 @@ const SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;
 /// Maximum length of `voice`, in bytes.
 const VOICE_BYTES: usize = 64;
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice";
     "instructions" = "\"\"", "stream_format" = "\"audio\"", "lang_code" = "null", "language" = "null",
     "return_timestamps" = "false", "sample_rate" = "null", "volume_multiplier" = "1"

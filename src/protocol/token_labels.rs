@@ -18,7 +18,7 @@ pub const MAX_REPLY_BYTES: usize = 8 << 20;
 /// The fewest bytes of an entity in a reply and the comma after it, without its name.
 pub const MIN_ENTITY_BYTES: usize = 54;
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "aggregation_strategy", "ignore_labels", "input", "inputs", "model", "parameters", "stride", "truncate";
     "delimiter" = "null", "grouped_entities" = "true", "is_split_into_words" = "false", "offset_mapping" = "null"
 };

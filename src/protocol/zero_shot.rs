@@ -12,7 +12,7 @@ use super::{FileUrl, Files, Headers, Message, TaskError, Value};
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";
 
-pub(super) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "hypothesis_template", "image_url", "input", "inputs", "labels", "model", "parameters", "raw_scores", "top_k",
     "truncate";
     "function_to_apply" = "null"

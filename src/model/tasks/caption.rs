@@ -25,7 +25,7 @@ use crate::model::{
     LoadError, LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError,
 };
 use crate::protocol::Value;
-use crate::protocol::captions::{CaptionRequest, write_captions};
+use crate::protocol::captions::{self, CaptionRequest, write_captions};
 use crate::protocol::endpoints::CAPTIONS_URL as URL;
 
 /// The largest `sequences`.
@@ -44,6 +44,7 @@ const SEQUENCES: OptionSpec = OptionSpec {
 pub static FAMILY: Family = Family {
     name: "caption",
     routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
+    fields: &[(URL, &captions::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[ARCHITECTURE],
         ggufs: &[],

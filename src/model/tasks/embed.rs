@@ -26,13 +26,16 @@ use crate::model::ops::pooling::normalize;
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Input, write_response};
+use crate::protocol::embeddings::{
+    self, EmbeddingRequest, EmbeddingResponse, Encoding, Input, write_response,
+};
 use crate::protocol::endpoints::EMBEDDINGS_URL as URL;
 
 /// Models that compute a vector for each text.
 pub static FAMILY: Family = Family {
     name: "embed",
     routes: &[Route::json(URL)],
+    fields: &[(URL, &embeddings::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
         ggufs: &[],

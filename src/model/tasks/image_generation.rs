@@ -25,7 +25,7 @@ use crate::model::{
 };
 use crate::protocol::endpoints::IMAGE_GENERATION_URL as URL;
 use crate::protocol::image_generation::{
-    DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, png, write_images,
+    self, DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, png, write_images,
 };
 
 /// The sides of images are multiples of at least this many pixels, also if the decoder enlarges latents by less.
@@ -78,6 +78,7 @@ static OPTIONS: [OptionSpec; 6] = [
 pub static FAMILY: Family = Family {
     name: "image-generation",
     routes: &[Route::json(URL)],
+    fields: &[(URL, &image_generation::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[],
         ggufs: &[],

@@ -25,7 +25,7 @@ use crate::model::{
 };
 use crate::protocol::endpoints::CLASSIFY_URL as URL;
 use crate::protocol::fields::{Texts, excerpt};
-use crate::protocol::labels::{ClassifyRequest, ZeroShot, write_best_labels, write_labels};
+use crate::protocol::labels::{self, ClassifyRequest, ZeroShot, write_best_labels, write_labels};
 use crate::protocol::reply::Usage;
 
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
@@ -120,6 +120,7 @@ impl Labels {
 pub static FAMILY: Family = Family {
     name: "classify",
     routes: &[Route::json(URL)],
+    fields: &[(URL, &labels::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
         ggufs: &[],

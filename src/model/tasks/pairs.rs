@@ -26,12 +26,13 @@ use crate::model::{
 };
 use crate::protocol::endpoints::{RERANK_URL, SCORE_URL};
 use crate::protocol::reply::Usage;
-use crate::protocol::rerank::{Form, PairsRequest, write_scores};
+use crate::protocol::rerank::{self, Form, PairsRequest, write_scores};
 
 /// Models that score pairs of texts.
 pub static FAMILY: Family = Family {
     name: "rerank",
     routes: &[Route::json(RERANK_URL), Route::json(SCORE_URL)],
+    fields: &[(RERANK_URL, &rerank::RERANK), (SCORE_URL, &rerank::SCORE)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
         ggufs: &[],

@@ -26,7 +26,7 @@ use crate::model::{
     Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
 };
 use crate::protocol::endpoints::SPARSE_URL as URL;
-use crate::protocol::sparse::{SparseRequest, write_vectors};
+use crate::protocol::sparse::{self, SparseRequest, write_vectors};
 
 /// The suffix in `architectures` of classes with a head for masked tokens.
 const HEAD_SUFFIX: &str = "ForMaskedLM";
@@ -39,6 +39,7 @@ const MANY_NUMBERS: usize = 50_000;
 pub static FAMILY: Family = Family {
     name: "embed_sparse",
     routes: &[Route::json(URL)],
+    fields: &[(URL, &sparse::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
         ggufs: &[],

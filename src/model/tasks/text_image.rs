@@ -25,11 +25,11 @@ use crate::model::{
     TaskError,
 };
 use crate::protocol::Value;
-use crate::protocol::embeddings::{EmbeddingRequest, Input};
+use crate::protocol::embeddings::{self, EmbeddingRequest, Input};
 use crate::protocol::endpoints::{CLASSIFY_URL, EMBEDDINGS_URL};
 use crate::protocol::labels::write_best_labels;
 use crate::protocol::message;
-use crate::protocol::zero_shot::ZeroShotRequest;
+use crate::protocol::zero_shot::{self, ZeroShotRequest};
 
 /// The most products of numbers that the scores of a task take on the usual threads: about 5 ms.
 const MAX_QUICK_PRODUCTS: usize = 4_000_000;
@@ -41,6 +41,7 @@ pub static FAMILY: Family = Family {
         Route { url: EMBEDDINGS_URL, media_types: MEDIA_TYPES },
         Route { url: CLASSIFY_URL, media_types: MEDIA_TYPES },
     ],
+    fields: &[(EMBEDDINGS_URL, &embeddings::KEYS), (CLASSIFY_URL, &zero_shot::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
         ggufs: &[],

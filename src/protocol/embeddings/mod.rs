@@ -5,7 +5,7 @@
 mod request;
 mod response;
 
-pub(super) use request::KEYS;
+pub use request::KEYS;
 pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
 

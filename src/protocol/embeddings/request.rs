@@ -8,7 +8,7 @@ use crate::protocol::images::{self, ImageFile};
 use crate::protocol::message::{count_header, text_header};
 use crate::protocol::{FileUrl, Files, Message, TaskError};
 
-pub(in crate::protocol) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate";
     "add_generation_prompt" = "false", "add_special_tokens" = "true", "chat_template" = "null",
     "chat_template_kwargs" = "{}", "continue_final_message" = "false", "embed_dtype" = "\"float32\"",

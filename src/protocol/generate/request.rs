@@ -60,12 +60,12 @@ macro_rules! endpoint {
         }
     };
 }
-pub(in crate::protocol) const COMPLETIONS: Keys = endpoint! {
+pub const COMPLETIONS: Keys = endpoint! {
     "echo", "prompt";
     "add_special_tokens" = "true", "chat_template_name" = "null", "max_completion_tokens" = "null",
     "prompt_embeds" = "null", "top_logprobs" = "null"
 };
-pub(in crate::protocol) const CHAT: Keys = endpoint! {
+pub const CHAT: Keys = endpoint! {
     "chat_template_name", "max_completion_tokens", "messages", "top_logprobs";
     "add_generation_prompt" = "true", "add_special_tokens" = "false", "audio" = "null", "chat_template" = "null",
     "chat_template_kwargs" = "{}", "citation_options" = "null", "continue_final_message" = "false",

@@ -5,5 +5,5 @@ mod reply;
 mod request;
 
 pub use reply::{Segment, Transcript, Word, delta, text_of};
-pub(super) use request::KEYS;
+pub use request::KEYS;
 pub use request::{Format, Sound, SpeechTask, TranscriptionRequest, VoiceDetection};

@@ -23,7 +23,7 @@ const MAX_LANGUAGE_BYTES: usize = 16;
 /// Maximum number of items of `timestamp_granularities`: there are two kinds, `segment` and `word`.
 const MAX_GRANULARITIES: usize = 2;
 
-pub(in crate::protocol) const KEYS: Keys = keys! {
+pub const KEYS: Keys = keys! {
     "channels", "file_url", "keywords", "language", "model", "prompt", "response_format", "stream", "task",
     "temperature", "timestamp_granularities", "timestamp_granularities[]", "vad";
     "chunking_strategy" = "null", "file" = "null", "frequency_penalty" = "0", "hotwords" = "null",

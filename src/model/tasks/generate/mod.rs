@@ -35,7 +35,9 @@ use crate::model::{
     Route, SizedInput, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::endpoints::{CHAT_URL, COMPLETIONS_URL};
-use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
+use crate::protocol::generate::{
+    self, Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
+};
 use crate::protocol::stats::{Generated, TokenCounts};
 use crate::protocol::task::published;
 
@@ -60,6 +62,7 @@ const LONG_BODY: usize = 8 << 10;
 pub static FAMILY: Family = Family {
     name: "generate",
     routes: &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)],
+    fields: &[(COMPLETIONS_URL, &generate::COMPLETIONS), (CHAT_URL, &generate::CHAT)],
     serves: Serves::Files(FileRules {
         configs: &CONFIG_ARCHITECTURES,
         ggufs: &GGUF_ARCHITECTURES,

@@ -29,7 +29,7 @@ use crate::model::{
     Route, SizedInput, TaskError, TaskErrorKind,
 };
 use crate::protocol::endpoints::CLASSIFY_URL as URL;
-use crate::protocol::images::{ImageFile, ImagesRequest};
+use crate::protocol::images::{self, ImageFile, ImagesRequest};
 use crate::protocol::labels::write_best_labels;
 use crate::protocol::{BYTES, Headers, JSON, KOMBU_BYTES};
 
@@ -78,6 +78,7 @@ pub(super) const MAX_TASK_PIXELS: OptionSpec = OptionSpec {
 pub static FAMILY: Family = Family {
     name: "classify",
     routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
+    fields: &[(URL, &images::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
         ggufs: &[],

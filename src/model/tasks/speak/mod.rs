@@ -27,7 +27,7 @@ use crate::model::{
 use crate::protocol::endpoints::SPEECH_URL;
 use crate::protocol::shorten;
 use crate::protocol::speech::{
-    ListedVoice, SoundFormat, SpeechRequest, Spoken, VOICES_URL, read_voices_request, write_sound,
+    self, ListedVoice, SoundFormat, SpeechRequest, Spoken, VOICES_URL, read_voices_request, write_sound,
     write_voices,
 };
 
@@ -57,6 +57,7 @@ const SHORT_TEXT_BYTES: usize = 1 << 8;
 pub static FAMILY: Family = Family {
     name: "speak",
     routes: &[Route::json(SPEECH_URL), Route::json(VOICES_URL)],
+    fields: &[(SPEECH_URL, &speech::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[MODEL_TYPE],
         ggufs: &[],

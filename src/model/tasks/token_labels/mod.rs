@@ -33,7 +33,7 @@ use crate::model::{
     TaskError, TaskErrorKind,
 };
 use crate::protocol::endpoints::TOKEN_LABELS_URL as URL;
-use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsRequest};
+use crate::protocol::token_labels::{self, Entity, EntityWriter, Strategy, TokenLabelsRequest};
 
 /// The maximum number of labels of a model. Each token has a number for each of them, so the bound limits the memory of a
 /// batch.
@@ -60,6 +60,7 @@ const HEAD_SUFFIX: &str = "ForTokenClassification";
 pub static FAMILY: Family = Family {
     name: "token-classification",
     routes: &[Route::json(URL)],
+    fields: &[(URL, &token_labels::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
         ggufs: &[],

@@ -38,7 +38,9 @@ use crate::model::{
     Properties, Route, Streaming, TaskError,
 };
 use crate::protocol::endpoints::{TRANSCRIPTIONS_URL, TRANSLATIONS_URL};
-use crate::protocol::transcriptions::{Format, Segment, SpeechTask, Transcript, TranscriptionRequest, delta};
+use crate::protocol::transcriptions::{
+    self, Format, Segment, SpeechTask, Transcript, TranscriptionRequest, delta,
+};
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES};
 
 /// The media types of requests. A file's format is found in the file itself.
@@ -66,6 +68,7 @@ pub static FAMILY: Family = Family {
         Route { url: TRANSCRIPTIONS_URL, media_types: MEDIA_TYPES },
         Route { url: TRANSLATIONS_URL, media_types: MEDIA_TYPES },
     ],
+    fields: &[(TRANSCRIPTIONS_URL, &transcriptions::KEYS), (TRANSLATIONS_URL, &transcriptions::KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[MODEL_TYPE],
         ggufs: &[],
