@@ -9,13 +9,13 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::fields::Keys;
 use super::load::ModelFiles;
 use super::load::gguf::Gguf;
 use super::{LoadError, LoadSpec, Route};
 pub use crate::config::{OptionDefault, OptionProblem, OptionSpec, Takes};
 use crate::config::{check_options, with_defaults};
 use crate::protocol::batch_line::RequestBody;
-use crate::protocol::fields::Keys;
 
 /// The file in which sentence-transformers lists a model's modules.
 pub const MODULES: &str = "modules.json";

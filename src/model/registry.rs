@@ -5,13 +5,13 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use super::family::{Description, Family, FileRules, Format};
+use super::fields::Keys;
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
 use super::tasks::{caption, image_generation, text_image};
 use super::tasks::{embed, generate, image, labels, pairs, sparse, speak, token_labels, transcribe};
 use super::testing::{echo, script};
 use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
-use crate::protocol::fields::Keys;
 
 /// The function that loads a model of a family.
 pub type Load<P, N> = fn(&LoadSpec, &Device) -> Result<(P, N), LoadError>;

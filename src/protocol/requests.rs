@@ -13,8 +13,8 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
+use super::Message;
 use super::endpoints::{CHAT_URL, ENDPOINTS, Endpoint, RERANK_URL, SCORE_URL, Sharing};
-use super::{Message, captions, generate, transcriptions};
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
 /// multiplies by `n` for generated text and by the
@@ -197,8 +197,51 @@ pub fn text_of(reply: &Message) -> Option<String> {
 }
 
 /// The text in a JSON body: the first answer of generated text, a transcript, or the only caption.
-pub(super) fn text_in(body: &[u8]) -> Option<String> {
-    generate::first_text(body).or_else(|| transcriptions::text_of(body)).or_else(|| captions::text_of(body))
+pub fn text_in(body: &[u8]) -> Option<String> {
+    generated_text(body).or_else(|| transcript(body)).or_else(|| caption(body))
+}
+
+/// The text of the first answer in a reply or in a part of it; none if the body is no generated text.
+fn generated_text(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Body {
+        choices: Vec<Answer>,
+    }
+    #[derive(Deserialize)]
+    struct Answer {
+        index: usize,
+        text: Option<String>,
+        #[serde(alias = "delta")]
+        message: Option<Content>,
+    }
+    #[derive(Deserialize)]
+    struct Content {
+        content: Option<String>,
+    }
+    let Body { choices } = serde_json::from_slice(body).ok()?;
+    let first = choices.into_iter().find(|choice| choice.index == 0)?;
+    first.text.or_else(|| first.message?.content)
+}
+
+/// The text of a reply or of a part of it; none if the body is not a transcript.
+fn transcript(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Reply {
+        text: Option<String>,
+        delta: Option<String>,
+    }
+    let reply: Reply = serde_json::from_slice(body).ok()?;
+    reply.text.or(reply.delta)
+}
+
+/// The caption in the body of a reply; none if it has another form, or several captions.
+fn caption(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Reply {
+        generated_text: String,
+    }
+    let [Reply { generated_text }] = serde_json::from_slice::<[Reply; 1]>(body).ok()?;
+    Some(generated_text)
 }
 
 /// The tokens of a task, as its reply states them.

@@ -4,9 +4,18 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
-use super::Encoding;
 use crate::protocol::reply::error_body;
 use crate::protocol::{TaskError, TaskErrorKind};
+
+/// How the vectors of a reply are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Encoding {
+    /// JSON numbers, with the fewest digits that give the same f32 back.
+    #[default]
+    Float,
+    /// Little-endian f32, base64 with padding.
+    Base64,
+}
 
 /// Bytes reserved for one number and its comma: a sign, `0.0` and nine digits. The buffer grows if numbers are longer.
 const NUMBER_BYTES: usize = 14;

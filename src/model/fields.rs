@@ -5,11 +5,12 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
+use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{TaskError, TaskErrorKind};
+use crate::protocol::{Files, TaskError, TaskErrorKind};
 
 /// Number of characters of an invalid value that an error message quotes.
 const EXCERPT_CHARS: usize = 40;
@@ -58,10 +59,10 @@ pub struct Unsupported {
 /// Writes [`Keys`]: the fields that are read, then each unsupported one with the only value that is not refused.
 macro_rules! keys {
     ($($supported:literal),+ $(; $($key:literal = $only_value:literal),+)?) => {
-        $crate::protocol::fields::Keys {
+        $crate::model::fields::Keys {
             supported: &[$($supported),+],
             unsupported: &[
-                $($($crate::protocol::fields::Unsupported { key: $key, only_value: $only_value }),+)?
+                $($($crate::model::fields::Unsupported { key: $key, only_value: $only_value }),+)?
             ],
         }
     };
@@ -481,6 +482,16 @@ pub fn bounded_string(raw: &str, path: &str, max_bytes: usize) -> Result<String,
         return Err(TaskError::bad_input(path, message));
     }
     Ok(text)
+}
+
+/// The file of the URL in the field at `path`.
+///
+/// # Errors
+/// `BadInput` if the field is not a string, or its file was not fetched and it is not a data URL.
+pub fn file(raw: &RawValue, path: &str, files: &Files) -> Result<Bytes, TaskError> {
+    files.read(&string(raw.get(), path)?).map_err(|message| {
+        TaskError::bad_input(path, format!("{path} {message}, got {}", excerpt(raw.get())))
+    })
 }
 
 /// Deserializes a value whose JSON type the caller has checked.

@@ -3,12 +3,17 @@
 //! denoising counts as a token of an answer, and the decoding of the image counts as the last one. Noise is a function of
 //! the seed, so that a task that is computed again gives the same image; on a GPU it may differ by rounding.
 
+mod body;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 use serde::Deserialize;
 
+use self::body::{
+    DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, KEYS, Progress, SeededFile, png, write_images,
+};
 use super::names::ServedNames;
 use super::unix_seconds;
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
@@ -24,9 +29,6 @@ use crate::model::{
     Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::endpoints::IMAGE_GENERATION_URL as URL;
-use crate::protocol::image_generation::{
-    self, DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, png, write_images,
-};
 
 /// The sides of images are multiples of at least this many pixels, also if the decoder enlarges latents by less.
 const MIN_SIDE_UNIT: usize = 8;
@@ -78,7 +80,7 @@ static OPTIONS: [OptionSpec; 6] = [
 pub static FAMILY: Family = Family {
     name: "image-generation",
     routes: &[Route::json(URL)],
-    fields: &[(URL, &image_generation::KEYS)],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[],
         ggufs: &[],

@@ -3,10 +3,10 @@
 
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, each_item, keys, list, string, texts};
-use super::labels::highest_indices;
-use super::reply::{Usage, to_json};
-use super::{TaskError, TaskErrorKind};
+use crate::model::fields::{Fields, Keys, each_item, keys, list, string, texts};
+use crate::model::tasks::labels::highest_indices;
+use crate::protocol::reply::{Usage, to_json};
+use crate::protocol::{TaskError, TaskErrorKind};
 
 pub const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",

@@ -3,10 +3,13 @@
 //! their scores into response bodies. Each pair is an input of its own, so that many documents share batches with other
 //! tasks. Never touches the device.
 
+mod body;
+
 use std::sync::{Arc, OnceLock};
 
 use serde_json::json;
 
+use self::body::{Form, PairsRequest, RERANK, SCORE, write_scores};
 use super::labels::{label_count, sigmoid};
 use super::logit_score::{LOGIT_SCORE, PairPrompts, is_logit_score};
 use super::names::ServedNames;
@@ -26,13 +29,12 @@ use crate::model::{
 };
 use crate::protocol::endpoints::{RERANK_URL, SCORE_URL};
 use crate::protocol::reply::Usage;
-use crate::protocol::rerank::{self, Form, PairsRequest, write_scores};
 
 /// Models that score pairs of texts.
 pub static FAMILY: Family = Family {
     name: "rerank",
     routes: &[Route::json(RERANK_URL), Route::json(SCORE_URL)],
-    fields: &[(RERANK_URL, &rerank::RERANK), (SCORE_URL, &rerank::SCORE)],
+    fields: &[(RERANK_URL, &RERANK), (SCORE_URL, &SCORE)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
         ggufs: &[],

@@ -7,9 +7,9 @@ use flacenc::error::Verify as _;
 use flacenc::source::MemSource;
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, invalid, keys, string, texts};
-use super::reply::to_json;
-use super::{Body, TaskError, TaskErrorKind};
+use crate::model::fields::{Fields, Keys, invalid, keys, string, texts};
+use crate::protocol::reply::to_json;
+use crate::protocol::{Body, TaskError, TaskErrorKind};
 
 /// The URL of requests for the list of voices.
 pub const VOICES_URL: &str = "/v1/audio/voices";

@@ -5,9 +5,9 @@
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, keys, list, string};
-use super::message::{boolean_header, count_header, text_header};
-use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, from_base64};
+use crate::model::fields::{Fields, Keys, file, keys, list, string};
+use crate::protocol::message::{boolean_header, count_header, text_header};
+use crate::protocol::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, from_base64};
 
 /// The number of labels for each image, if the request does not say how many.
 const DEFAULT_TOP_K: usize = 5;
@@ -96,18 +96,18 @@ impl ImagesRequest {
 }
 
 /// The images of a request.
-pub(super) struct RequestedImages {
+pub struct RequestedImages {
     /// At least one.
-    pub(super) images: Vec<ImageFile>,
+    pub images: Vec<ImageFile>,
     /// Whether they came as a list.
-    pub(super) is_list: bool,
+    pub is_list: bool,
 }
 
 /// The images in the fields of a JSON request.
 ///
 /// # Errors
 /// As [`ImagesRequest::parse`].
-pub(super) fn images_in(
+pub fn images_in(
     fields: &Fields<'_>,
     max_images: usize,
     files: &Files,
@@ -146,7 +146,7 @@ pub(super) fn images_in(
 }
 
 /// The URLs in the field `image_url` of a message with these keys, except data URLs.
-pub(super) fn urls_of_images(message: &Message, keys: &Keys, max_images: usize) -> Vec<FileUrl> {
+pub fn urls_of_images(message: &Message, keys: &Keys, max_images: usize) -> Vec<FileUrl> {
     let fields = message.is_json().then(|| Fields::parse(&message.body, keys).ok()).flatten();
     let Some(raw) = fields.as_ref().and_then(|fields| fields.get("image_url")) else { return Vec::new() };
     if !raw.get().starts_with('[') {
@@ -167,7 +167,7 @@ fn file_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
 ///
 /// # Errors
 /// `BadInput` for an empty body.
-pub(super) fn raw_image(message: &Message) -> Result<Option<ImageFile>, TaskError> {
+pub fn raw_image(message: &Message) -> Result<Option<ImageFile>, TaskError> {
     if message.media_type().is_none_or(|media_type| media_type == JSON) {
         return Ok(None);
     }
@@ -184,14 +184,14 @@ const OBJECT_KEYS: Keys = keys! { "image_url"; "type" = "\"image_url\"" };
 ///
 /// # Errors
 /// `BadInput` with the path of what is wrong.
-pub(super) fn image_in_object(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
+pub fn image_in_object(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     let fields = Fields::parse(raw.get().as_bytes(), &OBJECT_KEYS).map_err(|error| error.with_param(path))?;
     let url = fields.required("image_url").map_err(|error| error.with_param(path))?;
     image_from_url(url, &format!("{path}.image_url"), files)
 }
 
 /// The URL in an object with the field `image_url`, unless it is a data URL.
-pub(super) fn object_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
+pub fn object_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
     let object = raw.get().starts_with('{').then_some(raw.get().as_bytes())?;
     let fields = Fields::parse(object, &OBJECT_KEYS).ok()?;
     file_url(fields.get("image_url")?, &format!("{path}.image_url"))
@@ -210,7 +210,7 @@ fn url_in<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), T
 /// Reads the image that a URL names or holds.
 fn image_from_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     let (raw, path) = url_in(raw, path)?;
-    let bytes = files.read_field(raw, &path)?;
+    let bytes = file(raw, &path, files)?;
     Ok(ImageFile { bytes, path: Some(path) })
 }
 
@@ -231,7 +231,7 @@ fn decode_base64(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::labels::write_best_labels;
+    use crate::model::tasks::labels::write_best_labels;
     use crate::protocol::{Properties, Value};
 
     fn json(body: &str) -> Result<ImagesRequest, TaskError> {

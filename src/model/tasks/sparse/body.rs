@@ -3,9 +3,9 @@
 
 use serde::Serialize;
 
-use super::TaskError;
-use super::fields::{Fields, Keys, Texts, keys};
-use super::reply::to_json;
+use crate::model::fields::{Fields, Keys, Texts, keys};
+use crate::protocol::TaskError;
+use crate::protocol::reply::to_json;
 
 pub const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";

@@ -1,13 +1,13 @@
 //! Reads requests for captions of images, and writes the replies. Both have the form of Hugging Face's `image-to-text`.
 //! Images are given as in `images`. Pure: images are not decoded here.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use super::fields::{Fields, Keys, bounded_string, keys};
-use super::images::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
-use super::message::{count_header, text_header};
-use super::reply::to_json;
-use super::{FileUrl, Files, Headers, Message, TaskError};
+use crate::model::fields::{Fields, Keys, bounded_string, keys};
+use crate::model::tasks::image::request::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
+use crate::protocol::message::{count_header, text_header};
+use crate::protocol::reply::to_json;
+use crate::protocol::{FileUrl, Files, Headers, Message, TaskError};
 
 /// Maximum size of a prompt, in bytes.
 const MAX_PROMPT_BYTES: usize = 4_096;
@@ -108,16 +108,6 @@ pub fn write_captions(texts: &[String], is_list: bool) -> Result<Vec<u8>, TaskEr
         [only] if !is_list => to_json(only),
         _ => to_json(&all),
     }
-}
-
-/// The caption in the body of a reply; none if it has another form, or several captions.
-pub(super) fn text_of(body: &[u8]) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Reply {
-        generated_text: String,
-    }
-    let [Reply { generated_text }] = serde_json::from_slice::<[Reply; 1]>(body).ok()?;
-    Some(generated_text)
 }
 
 #[cfg(test)]

@@ -3,13 +3,15 @@
 
 use std::ops::RangeInclusive;
 
-use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::protocol::fields::{
+use crate::model::fields::{
     Fields, FirstItems, Keys, bounded_string, deserialize, each_item, first_items, invalid, is_number, keys,
     list, string, token_ids, whole,
 };
+use crate::model::load::chat_template::ChatMessage;
+use crate::model::sequences::grammar::Format;
+use crate::model::sequences::sampler::Sampling;
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// Maximum number of answers to one prompt.
@@ -138,77 +140,6 @@ impl Prompts {
     }
 }
 
-/// One message of a conversation, as chat templates read it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct ChatMessage {
-    /// `system`, `developer`, `user` or `assistant`.
-    pub role: String,
-    /// The text; if it came in parts, they are joined by line breaks.
-    pub content: String,
-    /// A name that distinguishes participants with the same role.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-}
-
-/// The form that the generated text must have.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Format {
-    /// Any text.
-    Text,
-    /// Any JSON object.
-    JsonObject,
-    /// JSON that fits this schema. The schema itself is a JSON object.
-    JsonSchema(serde_json::Value),
-    /// A text that this regular expression matches as a whole.
-    Regex(String),
-}
-
-/// How the next token is drawn. All numbers are finite and within the bounds stated.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
-    /// Divides the logits, from 0 to 2. At 0 the most probable token is taken.
-    pub temperature: f32,
-    /// Draws only from this many of the most probable tokens; 0 means all.
-    pub top_k: usize,
-    /// Draws only from the most probable tokens that together have this probability. Above 0, at most 1.
-    pub top_p: f32,
-    /// Draws only from tokens with at least this share of the most probable token's probability. From 0 to 1.
-    pub min_p: f32,
-    /// Subtracted from a token's logit for each time it was generated. -2 to 2.
-    pub frequency_penalty: f32,
-    /// Subtracted from the logit of a token that was generated. -2 to 2.
-    pub presence_penalty: f32,
-    /// Divides positive logits of tokens that occurred, and multiplies negative ones. 0.1 to 10.
-    pub repetition_penalty: f32,
-}
-
-impl Sampling {
-    /// Sampling at this temperature, without filters and penalties.
-    pub const fn at(temperature: f32) -> Self {
-        Self {
-            temperature,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            repetition_penalty: 1.0,
-        }
-    }
-
-    fn read(fields: &Fields<'_>) -> Result<Self, TaskError> {
-        Ok(Self {
-            temperature: number(fields, "temperature", 1.0, &TEMPERATURE)?,
-            top_k: fields.get("top_k").map_or(Ok(0), top_k)?,
-            top_p: number(fields, "top_p", 1.0, &TOP_P)?,
-            min_p: number(fields, "min_p", 0.0, &MIN_P)?,
-            frequency_penalty: number(fields, "frequency_penalty", 0.0, &PENALTY)?,
-            presence_penalty: number(fields, "presence_penalty", 0.0, &PENALTY)?,
-            repetition_penalty: number(fields, "repetition_penalty", 1.0, &REPETITION_PENALTY)?,
-        })
-    }
-}
-
 /// A request to generate text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
@@ -274,7 +205,7 @@ impl GenerateRequest {
             model: fields.string("model")?,
             prompts,
             chat_template_name: fields.bounded_string("chat_template_name", MAX_NAME_BYTES)?,
-            sampling: Sampling::read(&fields)?,
+            sampling: sampling(&fields)?,
             max_tokens: max_tokens(&fields)?,
             ignore_eos: fields.boolean("ignore_eos", false)?,
             n,
@@ -322,6 +253,18 @@ impl NumberRange {
             format!("a number above {low} and at most {high}")
         }
     }
+}
+
+fn sampling(fields: &Fields<'_>) -> Result<Sampling, TaskError> {
+    Ok(Sampling {
+        temperature: number(fields, "temperature", 1.0, &TEMPERATURE)?,
+        top_k: fields.get("top_k").map_or(Ok(0), top_k)?,
+        top_p: number(fields, "top_p", 1.0, &TOP_P)?,
+        min_p: number(fields, "min_p", 0.0, &MIN_P)?,
+        frequency_penalty: number(fields, "frequency_penalty", 0.0, &PENALTY)?,
+        presence_penalty: number(fields, "presence_penalty", 0.0, &PENALTY)?,
+        repetition_penalty: number(fields, "repetition_penalty", 1.0, &REPETITION_PENALTY)?,
+    })
 }
 
 /// Reads a number. The range is checked after rounding to f32, because a tiny number becomes 0 and a huge one infinite.

@@ -2,11 +2,16 @@
 //! `/v1/embeddings` bodies into token ids, and vectors into response bodies. Decides limits, names and prompts; never
 //! touches the device.
 
+mod reply;
+mod request;
+
 use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::Value;
 
+use self::reply::{EmbeddingResponse, Encoding, write_response};
+pub use self::request::{EmbeddingRequest, Input, KEYS};
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
@@ -26,16 +31,13 @@ use crate::model::ops::pooling::normalize;
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::embeddings::{
-    self, EmbeddingRequest, EmbeddingResponse, Encoding, Input, write_response,
-};
 use crate::protocol::endpoints::EMBEDDINGS_URL as URL;
 
 /// Models that compute a vector for each text.
 pub static FAMILY: Family = Family {
     name: "embed",
     routes: &[Route::json(URL)],
-    fields: &[(URL, &embeddings::KEYS)],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
         ggufs: &[],

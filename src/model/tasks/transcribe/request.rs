@@ -9,8 +9,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
 
+use crate::model::fields::{Fields, Keys, bounded_string, each_item, file, invalid, keys, list, string};
 use crate::protocol::endpoints::TRANSLATIONS_URL;
-use crate::protocol::fields::{Fields, Keys, bounded_string, each_item, invalid, keys, list, string};
 use crate::protocol::message::Headers;
 use crate::protocol::{FileUrl, Files, Message, TaskError, Value};
 
@@ -239,7 +239,7 @@ fn sound_from_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError
                        content_type is audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
-    let bytes = files.read_field(raw, FILE_URL)?;
+    let bytes = file(raw, FILE_URL, files)?;
     Ok(Sound { bytes, field: Some(FILE_URL) })
 }
 

@@ -2,9 +2,9 @@
 
 use serde_json::value::RawValue;
 
-use super::Encoding;
-use crate::protocol::fields::{Fields, Keys, first_items, invalid, is_number, keys, list, string, token_ids};
-use crate::protocol::images::{self, ImageFile};
+use super::reply::Encoding;
+use crate::model::fields::{Fields, Keys, first_items, invalid, is_number, keys, list, string, token_ids};
+use crate::model::tasks::image::request::{ImageFile, image_in_object, object_url, raw_image};
 use crate::protocol::message::{count_header, text_header};
 use crate::protocol::{FileUrl, Files, Message, TaskError};
 
@@ -70,7 +70,7 @@ impl EmbeddingRequest {
     /// # Errors
     /// As [`EmbeddingRequest::parse`].
     pub fn parse_with_images(message: &Message, max_inputs: usize, files: &Files) -> Result<Self, TaskError> {
-        let Some(image) = images::raw_image(message)? else {
+        let Some(image) = raw_image(message)? else {
             return Self::from_json(&message.body, max_inputs, Some(files));
         };
         let headers = &message.properties.headers;
@@ -99,11 +99,11 @@ impl EmbeddingRequest {
         let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok()).flatten();
         let Some(raw) = fields.as_ref().and_then(|fields| fields.get("input")) else { return Vec::new() };
         if !raw.get().starts_with('[') {
-            return images::object_url(raw, "input").into_iter().collect();
+            return object_url(raw, "input").into_iter().collect();
         }
         let Ok(first) = first_items(raw.get(), "input", max_inputs) else { return Vec::new() };
         let numbered = first.items.iter().enumerate();
-        numbered.filter_map(|(index, item)| images::object_url(item, &format!("input[{index}]"))).collect()
+        numbered.filter_map(|(index, item)| object_url(item, &format!("input[{index}]"))).collect()
     }
 
     /// Reads JSON. Without `files`, images are refused.
@@ -157,7 +157,7 @@ fn read_inputs(input: &RawValue, max_inputs: usize, files: Option<&Files>) -> Re
             return Ok(Inputs { items: vec![Ok(input)], is_list: false });
         }
         (Some(b'{'), Some(files)) => {
-            let image = images::image_in_object(input, "input", files)?;
+            let image = image_in_object(input, "input", files)?;
             return Ok(Inputs { items: vec![Ok(Input::Image(image))], is_list: false });
         }
         (Some(b'['), _) => {}
@@ -190,7 +190,7 @@ fn read_item(
         (Some(b'['), false) if index > 0 => Err(invalid(&path, "a string, as input[0] is", raw)),
         (Some(b'{'), _) => match files {
             Some(_) if expects_ids => Err(invalid(&path, "a list of token ids, as input[0] is", raw)),
-            Some(files) => images::image_in_object(item, &path, files).map(Input::Image),
+            Some(files) => image_in_object(item, &path, files).map(Input::Image),
             None => Err(invalid(&path, "a string or a list of token ids (this model takes no images)", raw)),
         },
         _ => Err(invalid(&path, "a string or a list of token ids", raw)),

@@ -1,9 +1,9 @@
 //! Writes replies in OpenAI's formats: JSON, JSON with segments, text, SubRip, WebVTT.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::json;
 
-use super::{Format, SpeechTask};
+use super::request::{Format, SpeechTask};
 use crate::protocol::reply::to_json;
 use crate::protocol::{Body, TaskError};
 
@@ -242,20 +242,10 @@ pub fn delta(text: &str) -> Body {
     Body::json(json!({"type": "transcript.text.delta", "delta": text}).to_string())
 }
 
-/// The text of a reply or of a part of a reply; none if the body is not a transcript.
-pub fn text_of(body: &[u8]) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Reply {
-        text: Option<String>,
-        delta: Option<String>,
-    }
-    let reply: Reply = serde_json::from_slice(body).ok()?;
-    reply.text.or(reply.delta)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::requests::text_in;
 
     fn transcript() -> Transcript {
         let segment = |start: f64, end: f64, text: &str| Segment {
@@ -334,8 +324,8 @@ mod tests {
 
     #[test]
     fn the_text_of_a_reply_and_of_its_parts_is_found() {
-        assert_eq!(text_of(text(Format::VerboseJson).as_bytes()).as_deref(), Some("One --> two. Three."));
-        assert_eq!(text_of(&delta(" a").bytes).as_deref(), Some(" a"));
-        assert_eq!(text_of(b"[]"), None);
+        assert_eq!(text_in(text(Format::VerboseJson).as_bytes()).as_deref(), Some("One --> two. Three."));
+        assert_eq!(text_in(&delta(" a").bytes).as_deref(), Some(" a"));
+        assert_eq!(text_in(b"[]"), None);
     }
 }

@@ -2,12 +2,15 @@
 //! bodies. The network holds the running texts, each a sequence with an encoder; decoding is greedy. Images are decoded as
 //! for `image`.
 
+mod body;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 use serde::Deserialize;
 
+use self::body::{CaptionRequest, KEYS, write_captions};
 use super::image::{
     Decoder, MAX_PIXELS, MAX_TASK_PIXELS, MEDIA_TYPES, PixelLimits, probe_message, read_preprocessing,
     sample_of_images, slices,
@@ -25,7 +28,6 @@ use crate::model::{
     LoadError, LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError,
 };
 use crate::protocol::Value;
-use crate::protocol::captions::{self, CaptionRequest, write_captions};
 use crate::protocol::endpoints::CAPTIONS_URL as URL;
 
 /// The largest `sequences`.
@@ -44,7 +46,7 @@ const SEQUENCES: OptionSpec = OptionSpec {
 pub static FAMILY: Family = Family {
     name: "caption",
     routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
-    fields: &[(URL, &captions::KEYS)],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[ARCHITECTURE],
         ggufs: &[],

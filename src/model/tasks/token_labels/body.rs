@@ -6,8 +6,10 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, Texts, bounded_string, each_item, first_items, invalid, keys, whole};
-use super::{TaskError, TaskErrorKind};
+use crate::model::fields::{
+    Fields, Keys, Texts, bounded_string, each_item, first_items, invalid, keys, whole,
+};
+use crate::protocol::{TaskError, TaskErrorKind};
 
 /// Maximum number of labels to leave out.
 const MAX_IGNORED: usize = 1_000;

@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Serialize, Serializer};
 
-use super::Api;
+use super::request::Api;
 use crate::protocol::TaskError;
 use crate::protocol::reply::to_json;
 
@@ -385,28 +385,6 @@ impl<'a> ChatToken<'a> {
 
 fn finite(logprob: f32) -> f32 {
     if logprob.is_finite() { logprob } else { MIN_LOGPROB }
-}
-
-/// The text of the first answer in a reply or in a chunk.
-pub(in crate::protocol) fn first_text(body: &[u8]) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Body {
-        choices: Vec<Answer>,
-    }
-    #[derive(Deserialize)]
-    struct Answer {
-        index: usize,
-        text: Option<String>,
-        #[serde(alias = "delta")]
-        message: Option<Content>,
-    }
-    #[derive(Deserialize)]
-    struct Content {
-        content: Option<String>,
-    }
-    let Body { choices } = serde_json::from_slice(body).ok()?;
-    let first = choices.into_iter().find(|choice| choice.index == 0)?;
-    first.text.or_else(|| first.message?.content)
 }
 
 #[cfg(test)]

@@ -6,10 +6,10 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, bounded_string, invalid, keys, string};
-use super::message::text_header;
-use super::reply::{Usage, to_json};
-use super::{Body, Message, TaskError, TaskErrorKind};
+use crate::model::fields::{Fields, Keys, bounded_string, invalid, keys, string};
+use crate::protocol::message::text_header;
+use crate::protocol::reply::{Usage, to_json};
+use crate::protocol::{Body, Message, TaskError, TaskErrorKind};
 
 /// Maximum size of a prompt, in bytes. Both prompts are written into each image.
 const MAX_PROMPT_BYTES: usize = 16_384;

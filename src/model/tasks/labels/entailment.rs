@@ -8,12 +8,12 @@ use std::sync::{Arc, OnceLock};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{OnError, ReportedInputs, TextInputs, text_input};
+use super::body::{ClassifyRequest, ZeroShot};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::ops::probabilities::softmax;
+use crate::model::tasks::{OnError, ReportedInputs, TextInputs, text_input};
 use crate::model::{LoadError, TaskError};
-use crate::protocol::labels::{ClassifyRequest, ZeroShot};
 
 /// The beginning of the name of the label that means entailment, in lower case.
 const ENTAILMENT: &str = "entail";

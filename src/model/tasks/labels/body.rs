@@ -3,10 +3,10 @@
 
 use serde::Serialize;
 
-use super::candidate_labels::CandidateLabels;
-use super::fields::{Fields, Keys, Texts, keys};
-use super::reply::{Usage, to_json};
-use super::{TaskError, TaskErrorKind};
+use crate::model::fields::{Fields, Keys, Texts, keys};
+use crate::model::tasks::candidate_labels::CandidateLabels;
+use crate::protocol::reply::{Usage, to_json};
+use crate::protocol::{TaskError, TaskErrorKind};
 
 pub const KEYS: Keys = keys! {
     "hypothesis_template", "input", "inputs", "labels", "model", "multi_label", "parameters", "raw_scores", "top_k",

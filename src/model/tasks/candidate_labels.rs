@@ -3,8 +3,8 @@
 
 use std::collections::HashMap;
 
-use super::fields::{Fields, bounded_string, each_item, excerpt, list};
-use super::{TaskError, TaskErrorKind};
+use crate::model::fields::{Fields, bounded_string, each_item, excerpt, list};
+use crate::protocol::{TaskError, TaskErrorKind};
 
 /// Maximum number of labels.
 pub const MAX_LABELS: usize = 1_000;

@@ -2,16 +2,19 @@
 //! zero-shot classification into texts and images, and vectors into response bodies. Images are decoded as for `image`,
 //! texts are tokenised as for `embed`. The processor never touches the device.
 
+mod request;
+
 use std::sync::Arc;
 
 use serde::Deserialize;
 
-use super::embed::{EmbeddingContext, Vectors};
+use self::request::{KEYS, ZeroShotRequest};
+use super::embed::{self, EmbeddingContext, EmbeddingRequest, Input, Vectors};
 use super::image::{
     Decoder, MANY_IMAGES, MAX_PIXELS, MAX_TASK_PIXELS, MEDIA_TYPES, PixelLimits, SLICE_PIXELS,
     UndecodedImage, probe_message, read_preprocessing,
 };
-use super::labels::{sigmoid, softmax};
+use super::labels::{sigmoid, softmax, write_best_labels};
 use super::names::ServedNames;
 use super::{MayBeCut, OnError, ReportedInputs, SLICE_BYTES, SharedReport, TextInputs, text_input};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
@@ -25,11 +28,8 @@ use crate::model::{
     TaskError,
 };
 use crate::protocol::Value;
-use crate::protocol::embeddings::{self, EmbeddingRequest, Input};
 use crate::protocol::endpoints::{CLASSIFY_URL, EMBEDDINGS_URL};
-use crate::protocol::labels::write_best_labels;
 use crate::protocol::message;
-use crate::protocol::zero_shot::{self, ZeroShotRequest};
 
 /// The most products of numbers that the scores of a task take on the usual threads: about 5 ms.
 const MAX_QUICK_PRODUCTS: usize = 4_000_000;
@@ -41,7 +41,7 @@ pub static FAMILY: Family = Family {
         Route { url: EMBEDDINGS_URL, media_types: MEDIA_TYPES },
         Route { url: CLASSIFY_URL, media_types: MEDIA_TYPES },
     ],
-    fields: &[(EMBEDDINGS_URL, &embeddings::KEYS), (CLASSIFY_URL, &zero_shot::KEYS)],
+    fields: &[(EMBEDDINGS_URL, &embed::KEYS), (CLASSIFY_URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
         ggufs: &[],

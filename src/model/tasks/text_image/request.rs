@@ -3,11 +3,11 @@
 
 use serde_json::value::RawValue;
 
-use super::candidate_labels::{CandidateLabels, MAX_LABELS, check_count};
-use super::fields::{Fields, Keys, each_item, keys, list, string};
-use super::images::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
-use super::message::{boolean_header, count_header, text_header};
-use super::{FileUrl, Files, Headers, Message, TaskError, Value};
+use crate::model::fields::{Fields, Keys, each_item, keys, list, string};
+use crate::model::tasks::candidate_labels::{CandidateLabels, MAX_LABELS, check_count};
+use crate::model::tasks::image::request::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
+use crate::protocol::message::{boolean_header, count_header, text_header};
+use crate::protocol::{FileUrl, Files, Headers, Message, TaskError, Value};
 
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";

@@ -2,10 +2,13 @@
 //! Turns `/embed_sparse` bodies into token ids, and vectors into response bodies. Decides limits, prompts and how many
 //! numbers are kept; never touches the device.
 
+mod body;
+
 use std::sync::Arc;
 
 use serde::Deserialize;
 
+use self::body::{KEYS, SparseRequest, write_vectors};
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
 use super::{
@@ -26,7 +29,6 @@ use crate::model::{
     Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
 };
 use crate::protocol::endpoints::SPARSE_URL as URL;
-use crate::protocol::sparse::{self, SparseRequest, write_vectors};
 
 /// The suffix in `architectures` of classes with a head for masked tokens.
 const HEAD_SUFFIX: &str = "ForMaskedLM";
@@ -39,7 +41,7 @@ const MANY_NUMBERS: usize = 50_000;
 pub static FAMILY: Family = Family {
     name: "embed_sparse",
     routes: &[Route::json(URL)],
-    fields: &[(URL, &sparse::KEYS)],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
         ggufs: &[],

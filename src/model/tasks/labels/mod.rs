@@ -2,19 +2,25 @@
 //! Decides the labels' names, whether a model classifies by labels of the request (zero-shot), and whether softmax or sigmoid is applied to their logits, by `config.json` as the
 //! transformers library does. Never touches the device.
 
+mod body;
+mod entailment;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::entailment::{self, Entailment};
+use self::body::{ClassifyRequest, KEYS, ZeroShot, write_labels};
+pub(super) use self::body::{highest_indices, write_best_labels};
+use self::entailment::Entailment;
 use super::names::ServedNames;
 use super::{
     MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, effort_of_texts, load_text_model,
     request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
+use crate::model::fields::{Texts, excerpt};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::encoder::text_config::{NAMES, TextConfig};
@@ -24,8 +30,6 @@ use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::endpoints::CLASSIFY_URL as URL;
-use crate::protocol::fields::{Texts, excerpt};
-use crate::protocol::labels::{self, ClassifyRequest, ZeroShot, write_best_labels, write_labels};
 use crate::protocol::reply::Usage;
 
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
@@ -120,7 +124,7 @@ impl Labels {
 pub static FAMILY: Family = Family {
     name: "classify",
     routes: &[Route::json(URL)],
-    fields: &[(URL, &labels::KEYS)],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
         ggufs: &[],
