@@ -9,11 +9,11 @@ use std::time::{Duration, SystemTime};
 use libfuzzer_sys::fuzz_target;
 use sconce::model::family::Family;
 use sconce::model::registry::{Load, Register, register};
+use sconce::model::tasks::embed::{EmbeddingRequest, Input};
 use sconce::model::{Device, Forward, Generate, LoadSpec, Processor};
 use sconce::protocol::dead_letter::{
     Cause, DeadLetter, Reason, dead_letter, restored, without_producer_headers,
 };
-use sconce::protocol::embeddings::{EmbeddingRequest, Input};
 use sconce::protocol::reply::{Body, reply};
 use sconce::protocol::{
     Incoming, Message, Sentinels, Task, TaskErrorKind, Timings, Value, WorkerInfo, classify,
@@ -170,6 +170,7 @@ fn check_embeddings(body: &[u8]) {
                 match text {
                     Ok(Input::Text(text)) => assert_eq!(written.as_str(), Some(text.as_str()), "{path}"),
                     Ok(Input::Ids(ids)) => assert_eq!(written, &serde_json::json!(ids), "{path}"),
+                    Ok(Input::Image(_)) => unreachable!("no image is read without files"),
                     Err(error) => check_error(error),
                 }
             }

@@ -28,8 +28,9 @@ use crate::commands::exits::ExitsWith as _;
 use crate::config::{Broker, Pool, Settings};
 use crate::model::Route;
 use crate::protocol::batch_line::{body_value, notes_of};
+use crate::protocol::endpoints::EMBEDDINGS_URL;
 use crate::protocol::requests::bodies_of_texts;
-use crate::protocol::{JSON, Message, Value, embeddings};
+use crate::protocol::{JSON, Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -462,7 +463,7 @@ fn requests_of_arguments(
         media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
     if !file_types.is_empty() {
         // A model that embeds images takes texts too.
-        let takes_texts = route.is_some_and(|route| route.url == embeddings::URL);
+        let takes_texts = route.is_some_and(|route| route.url == EMBEDDINGS_URL);
         let is_file = |word: &str| {
             let has_ending =
                 |ending: &str| word.len() > ending.len() && word.to_lowercase().ends_with(ending);

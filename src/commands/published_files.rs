@@ -10,8 +10,9 @@ use super::requests::{Request, Requests};
 use crate::cli::Publish;
 use crate::client::whole_file::{is_special, write_new, write_whole};
 use crate::protocol::batch_line::body_value;
+use crate::protocol::endpoints::IMAGE_GENERATION_URL;
 use crate::protocol::results::FileFormat;
-use crate::protocol::{JSON, Message, image_generation};
+use crate::protocol::{JSON, Message};
 
 /// The file for the result of a task.
 pub(super) struct ResultFile {
@@ -84,7 +85,7 @@ impl ResultFiles {
         } else if path.symlink_metadata().is_ok() && !path.is_dir() {
             bail!("--output {shown} is no folder, and there are several tasks, or their number is not known");
         }
-        if arguments.input.is_none() && url == Some(image_generation::URL) {
+        if arguments.input.is_none() && url == Some(IMAGE_GENERATION_URL) {
             format = format.or(Some(FileFormat::Png));
         }
         Ok(Self {
@@ -231,7 +232,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
     use crate::protocol::Properties;
-    use crate::protocol::transcriptions::TRANSCRIPTIONS_URL;
+    use crate::protocol::endpoints::TRANSCRIPTIONS_URL;
 
     fn files(path: &Path, flags: &[&str], total: Option<u64>) -> anyhow::Result<ResultFiles> {
         let arguments = ["sconce", "publish", "--output", path.to_str().unwrap(), "--input", "-"];

@@ -19,7 +19,7 @@ use crate::model::load::{ModelFiles, weights_size, widened_types};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
-use crate::protocol::embeddings;
+use crate::protocol::endpoints::EMBEDDINGS_URL;
 use crate::python::{self, Process, Start};
 use crate::shutdown::Exit;
 use crate::worker::{load_spec, pool_spec};
@@ -278,7 +278,7 @@ impl Registry {
     /// it embeds, or if its model is not loaded from files on this host.
     pub(super) fn misnamed_kind(&self, pool: &Pool) -> Option<&'static str> {
         let family = self.family(pool).filter(|family| pool.has_default_name && family.files().is_some())?;
-        (!family.routes.iter().any(|route| route.url == embeddings::URL)).then_some(family.name)
+        (!family.routes.iter().any(|route| route.url == EMBEDDINGS_URL)).then_some(family.name)
     }
 
     /// The name of the code that serves a pool's model; none if the model's files are not on this host.

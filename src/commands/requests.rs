@@ -17,11 +17,12 @@ use crate::client::batch_file::Table;
 use crate::client::batch_file::{Batch, InputFile, is_of_vectors, is_table};
 use crate::config::Pool;
 use crate::model::Route;
+use crate::model::registry::check_field;
 use crate::protocol::batch_line::RequestBody;
-use crate::protocol::embeddings::{self, body_of_text};
-use crate::protocol::requests::check_field;
+use crate::protocol::endpoints::EMBEDDINGS_URL;
 #[cfg(feature = "tables")]
-use crate::protocol::rerank::{RERANK_URL, SCORE_URL};
+use crate::protocol::endpoints::{RERANK_URL, SCORE_URL};
+use crate::protocol::requests::body_of_text;
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES, shorten};
 
 /// A task to publish.
@@ -40,7 +41,7 @@ pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Se
 
 /// A task that embeds a text.
 pub(super) fn embed(text: &str) -> Request {
-    Request { custom_id: None, url: None, name: None, body: body_of_text(text).into() }
+    Request { custom_id: None, url: None, name: None, body: body_of_text(EMBEDDINGS_URL, text).into() }
 }
 
 /// Makes a task from a file, a data URL, or another URL, from which the worker fetches the file. The extension of the
@@ -214,7 +215,7 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
     if is_of_vectors(&output)? {
         let gives_none = |pool: &&Pool| {
             let is_known = registry.route(pool).is_some_and(|route| route.url != Route::ANY);
-            is_known && !registry.answers(pool, embeddings::URL)
+            is_known && !registry.answers(pool, EMBEDDINGS_URL)
         };
         if let Some(pool) = pools.first().filter(|_| pools.iter().all(|pool| gives_none(&pool))) {
             let (name, shown) = (&pool.name, output.display());
@@ -299,7 +300,7 @@ fn url_for(
     let takes = |route: &Route| match media_type {
         Some(media_type) => route.takes(media_type),
         // A model that embeds images takes texts too.
-        None => route.media_types == [JSON] || route.url == embeddings::URL,
+        None => route.media_types == [JSON] || route.url == EMBEDDINGS_URL,
     };
     let takers: Vec<_> = routes.iter().filter(|(_, route)| takes(route)).collect();
     if let Some((_, route)) = takers.first().filter(|(_, route)| route.url != Route::ANY) {

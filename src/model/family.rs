@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::fields::Keys;
 use super::load::ModelFiles;
 use super::load::gguf::Gguf;
 use super::{LoadError, LoadSpec, Route};
@@ -25,6 +26,8 @@ pub struct Family {
     pub name: &'static str,
     /// The routes that it answers, the usual one first. A model of the family may answer fewer.
     pub routes: &'static [Route],
+    /// The fields of its requests, by their URLs.
+    pub fields: &'static [(&'static str, &'static Keys)],
     /// Which models it serves.
     pub serves: Serves,
     /// The settings that it takes in `[pool.options]`.

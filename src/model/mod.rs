@@ -25,6 +25,7 @@ pub(crate) mod clock;
 pub mod device;
 #[doc(hidden)]
 pub mod family;
+mod fields;
 #[doc(hidden)]
 pub mod load;
 #[doc(hidden)]

@@ -1,9 +1,11 @@
 //! Lists the built-in families of models, one line each. Decides which of them serves a model, by the architecture that
 //! its files name and by the pool's `task`. A model that no family serves is refused, with a list of what is served.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use super::family::{Description, Family, FileRules, Format};
+use super::fields::Keys;
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
 use super::tasks::{caption, image_generation, text_image};
@@ -65,6 +67,22 @@ pub fn families() -> Vec<&'static Family> {
     let mut all = All(Vec::new());
     register(&mut all);
     all.0
+}
+
+/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a field
+/// that a user gives by hand should have an effect. Of a URL that is not built in, nothing is known.
+///
+/// # Errors
+/// A message with the fields that there are.
+pub fn check_field(url: &str, name: &str) -> Result<(), String> {
+    let fields = families().into_iter().flat_map(|family| family.fields);
+    let kinds: Vec<&Keys> = fields.filter(|(known, _)| *known == url).map(|(_, keys)| *keys).collect();
+    if kinds.is_empty() || kinds.iter().any(|keys| keys.has(name)) {
+        return Ok(());
+    }
+    let names: BTreeSet<&str> = kinds.iter().flat_map(|keys| keys.supported).copied().collect();
+    let names = names.into_iter().collect::<Vec<_>>().join(", ");
+    Err(format!("{url} has no such field; it takes {names}"))
 }
 
 /// The families whose models are loaded from files, with their rules.

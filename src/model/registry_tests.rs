@@ -10,6 +10,7 @@ use candle_core::{DType, Tensor};
 use super::*;
 use crate::model::family::{OptionDefault, Serves, Takes};
 use crate::model::{Message, Properties, Route, Value};
+use crate::protocol::endpoints::{CLASSIFY_URL, SPARSE_URL, SPEECH_URL, TOKEN_LABELS_URL, TRANSLATIONS_URL};
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -619,4 +620,23 @@ fn the_docs_list_the_options_of_every_family() {
     }
     let text = std::fs::read_to_string(&path).unwrap();
     assert!(text == updated, "docs/models.md lists other options: run `make default-settings`");
+}
+
+#[test]
+fn a_field_that_no_request_of_a_url_has_is_refused_with_those_that_there_are() {
+    for (url, name) in [
+        (CLASSIFY_URL, "top_k"),
+        (CLASSIFY_URL, "image_url"),
+        (TOKEN_LABELS_URL, "stride"),
+        (SPARSE_URL, "normalize"),
+        (TRANSLATIONS_URL, "keywords"),
+        ("/v1/of/mine", "anything"),
+    ] {
+        assert_eq!(check_field(url, name), Ok(()), "{url} {name}");
+    }
+    for (url, name) in [(SPARSE_URL, "aggregation_strategy"), (SPEECH_URL, "lang")] {
+        let refused = check_field(url, name).unwrap_err();
+        assert!(refused.starts_with(&format!("{url} has no such field; it takes ")), "{refused}");
+    }
+    assert!(check_field(SPARSE_URL, "x").unwrap_err().contains("prompt_name, threshold, top_k, truncate"));
 }

@@ -11,9 +11,6 @@ use bytes::Bytes;
 use percent_encoding::percent_decode_str;
 use serde_json::value::RawValue;
 
-use super::TaskError;
-use super::fields::{excerpt, string};
-
 /// The header with the URL of a file. If the body of the task is empty, the worker fetches this file as the body.
 pub const DATAREF: &str = "dataref";
 
@@ -33,7 +30,7 @@ impl FileUrl {
         if raw.get().starts_with("\"data:") {
             return None;
         }
-        let url = string(raw.get(), path).ok()?;
+        let url = serde_json::from_str::<String>(raw.get()).ok()?;
         // `data:` may also be written with escapes.
         (!url.starts_with("data:")).then(|| Self { url, path: path.to_owned() })
     }
@@ -52,16 +49,6 @@ impl Files {
     /// Whether the file of this URL was fetched.
     pub fn has(&self, url: &str) -> bool {
         self.0.contains_key(url)
-    }
-
-    /// The file of the URL in the field at `path`.
-    ///
-    /// # Errors
-    /// `BadInput` if the field is not a string, or its file was not fetched and it is not a data URL.
-    pub fn read_field(&self, raw: &RawValue, path: &str) -> Result<Bytes, TaskError> {
-        self.read(&string(raw.get(), path)?).map_err(|message| {
-            TaskError::bad_input(path, format!("{path} {message}, got {}", excerpt(raw.get())))
-        })
     }
 
     /// The file of a fetched URL, or the file in a data URL. What it is, its bytes tell, and not its media type.

@@ -140,7 +140,7 @@ impl From<f64> for Value {
 ///
 /// # Errors
 /// `BadInput` for another value.
-pub(super) fn text_header(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
+pub fn text_header(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
     match headers.get(name) {
         None | Some(Value::Void) => Ok(None),
         Some(value) => match value.as_str() {
@@ -154,7 +154,7 @@ pub(super) fn text_header(headers: &Headers, name: &str) -> Result<Option<String
 ///
 /// # Errors
 /// `BadInput` for another value.
-pub(super) fn count_header(headers: &Headers, name: &str) -> Result<Option<usize>, TaskError> {
+pub fn count_header(headers: &Headers, name: &str) -> Result<Option<usize>, TaskError> {
     let value = match headers.get(name) {
         None | Some(Value::Void) => return Ok(None),
         Some(value) => value,
@@ -173,7 +173,7 @@ pub(super) fn count_header(headers: &Headers, name: &str) -> Result<Option<usize
 ///
 /// # Errors
 /// `BadInput` for another value.
-pub(super) fn boolean_header(headers: &Headers, name: &str, default: bool) -> Result<bool, TaskError> {
+pub fn boolean_header(headers: &Headers, name: &str, default: bool) -> Result<bool, TaskError> {
     match headers.get(name) {
         None | Some(Value::Void) => Ok(default),
         Some(Value::Bool(value)) => Ok(*value),

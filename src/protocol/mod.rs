@@ -4,31 +4,18 @@
 
 pub mod admin;
 pub mod batch_line;
-pub mod candidate_labels;
-pub mod captions;
 pub mod control;
 pub mod dead_letter;
-pub mod embeddings;
-pub mod fields;
+pub mod endpoints;
 pub mod files;
-pub mod generate;
-pub mod image_generation;
-pub mod images;
-pub mod labels;
 pub mod message;
 pub mod raw_text;
 pub mod reply;
 pub mod requests;
-pub mod rerank;
 pub mod results;
-pub mod sparse;
-pub mod speech;
 pub mod stats;
 pub mod task;
 pub mod task_error;
-pub mod token_labels;
-pub mod transcriptions;
-pub mod zero_shot;
 
 pub use files::{FileUrl, Files, data_url, from_base64};
 pub use message::{Headers, MAX_HEADER_BYTES, Message, Properties, Value};

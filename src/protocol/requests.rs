@@ -7,84 +7,43 @@
 //! Does no I/O. The file of an endpoint decides what its requests mean to a model, and names the fields that are read
 //! here.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use super::fields::{Keys, SharingEndpoint};
-use super::{
-    Message, captions, embeddings, generate, image_generation, images, labels, rerank, sparse, speech,
-    token_labels, transcriptions, zero_shot,
-};
-
-/// The fields that hold the inputs of requests.
-const INPUTS: [&[&str]; 6] =
-    [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS, speech::INPUTS];
-
-/// The endpoints whose requests can share a task.
-const SHARING: [SharingEndpoint; 4] =
-    [embeddings::SHARING, labels::SHARING, sparse::SHARING, token_labels::SHARING];
-
-/// The fields of requests by their URLs. Some URLs have several kinds of requests.
-const FIELDS: [(&str, &Keys); 15] = [
-    (captions::URL, &captions::KEYS),
-    (embeddings::URL, &embeddings::KEYS),
-    (generate::CHAT_URL, &generate::CHAT),
-    (generate::COMPLETIONS_URL, &generate::COMPLETIONS),
-    (image_generation::URL, &image_generation::KEYS),
-    (images::URL, &images::KEYS),
-    (labels::URL, &labels::KEYS),
-    (images::URL, &zero_shot::KEYS),
-    (rerank::RERANK_URL, &rerank::RERANK),
-    (rerank::SCORE_URL, &rerank::SCORE),
-    (sparse::URL, &sparse::KEYS),
-    (speech::SPEECH_URL, &speech::KEYS),
-    (token_labels::URL, &token_labels::KEYS),
-    (transcriptions::TRANSCRIPTIONS_URL, &transcriptions::KEYS),
-    (transcriptions::TRANSLATIONS_URL, &transcriptions::KEYS),
-];
-
-/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a field
-/// that a user gives by hand should have an effect. Of a URL that is not built in, nothing is known.
-///
-/// # Errors
-/// A message with the fields that there are.
-pub fn check_field(url: &str, name: &str) -> Result<(), String> {
-    let kinds = || FIELDS.iter().filter(|(known, _)| *known == url).map(|(_, keys)| *keys);
-    if kinds().next().is_none() || kinds().any(|keys| keys.has(name)) {
-        return Ok(());
-    }
-    let names: BTreeSet<&str> = kinds().flat_map(|keys| keys.supported).copied().collect();
-    let names = names.into_iter().collect::<Vec<_>>().join(", ");
-    Err(format!("{url} has no such field; it takes {names}"))
-}
+use super::Message;
+use super::endpoints::{CHAT_URL, ENDPOINTS, Endpoint, RERANK_URL, SCORE_URL, Sharing};
 
 /// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
 /// multiplies by `n` for generated text and by the
 /// labels of a request to classify texts.
 pub fn count_inputs(body: &[u8]) -> usize {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
-    match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {
+    match ENDPOINTS.iter().flat_map(|endpoint| endpoint.inputs).find_map(|name| body.get(name)) {
         Some(Value::Array(items)) if !items.first().is_some_and(Value::is_number) => items.len().max(1),
         _ => 1,
     }
+}
+
+/// The body of a request to `url` for one text, as [`bodies_of_texts`] makes it.
+pub fn body_of_text(url: &str, text: &str) -> String {
+    bodies_of_texts(url, &[text.to_owned()], false).swap_remove(0)
 }
 
 /// The bodies of requests to `url` that carry these texts: one body for each text. For `/v1/rerank` and `/v1/score` it
 /// is one body, in which the first text is compared with the others. For an unknown URL the text is `input`, as for
 /// embeddings.
 pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<String> {
+    let field = Endpoint::of(url).and_then(|endpoint| endpoint.inputs.first()).unwrap_or(&"input");
     let body = |text: &String| match url {
-        sparse::URL => json!({ "inputs": text }),
-        generate::CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
-        generate::COMPLETIONS_URL | image_generation::URL => json!({ "prompt": text }),
-        _ => json!({ "input": text }),
+        CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
+        _ => json!({ *field: text }),
     };
     let mut bodies: Vec<Value> = match (url, texts) {
-        (rerank::RERANK_URL, [first, others @ ..]) => vec![json!({"query": first, "documents": others})],
-        (rerank::SCORE_URL, [first, others @ ..]) => vec![json!({"text_1": first, "text_2": others})],
+        (RERANK_URL, [first, others @ ..]) => vec![json!({"query": first, "documents": others})],
+        (SCORE_URL, [first, others @ ..]) => vec![json!({"text_1": first, "text_2": others})],
         _ => texts.iter().map(body).collect(),
     };
     if is_streamed {
@@ -119,8 +78,8 @@ type Fields = BTreeMap<String, Box<RawValue>>;
 impl ShareableRequest {
     /// The request to `url` with this body, if it can share a task.
     pub fn from_request(url: &str, body: &[u8]) -> Option<Self> {
-        let SharingEndpoint { input_fields, unless, unwraps, .. } =
-            SHARING.iter().find(|it| it.url == url)?;
+        let Endpoint { inputs: input_fields, sharing, .. } = Endpoint::of(url)?;
+        let Sharing { unless, unwraps } = sharing.as_ref()?;
         let mut fields: Fields = serde_json::from_slice(body).ok()?;
         if unless.iter().any(|field| fields.contains_key(*field)) {
             return None;
@@ -238,8 +197,51 @@ pub fn text_of(reply: &Message) -> Option<String> {
 }
 
 /// The text in a JSON body: the first answer of generated text, a transcript, or the only caption.
-pub(super) fn text_in(body: &[u8]) -> Option<String> {
-    generate::first_text(body).or_else(|| transcriptions::text_of(body)).or_else(|| captions::text_of(body))
+pub fn text_in(body: &[u8]) -> Option<String> {
+    generated_text(body).or_else(|| transcript(body)).or_else(|| caption(body))
+}
+
+/// The text of the first answer in a reply or in a part of it; none if the body is no generated text.
+fn generated_text(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Body {
+        choices: Vec<Answer>,
+    }
+    #[derive(Deserialize)]
+    struct Answer {
+        index: usize,
+        text: Option<String>,
+        #[serde(alias = "delta")]
+        message: Option<Content>,
+    }
+    #[derive(Deserialize)]
+    struct Content {
+        content: Option<String>,
+    }
+    let Body { choices } = serde_json::from_slice(body).ok()?;
+    let first = choices.into_iter().find(|choice| choice.index == 0)?;
+    first.text.or_else(|| first.message?.content)
+}
+
+/// The text of a reply or of a part of it; none if the body is not a transcript.
+fn transcript(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Reply {
+        text: Option<String>,
+        delta: Option<String>,
+    }
+    let reply: Reply = serde_json::from_slice(body).ok()?;
+    reply.text.or(reply.delta)
+}
+
+/// The caption in the body of a reply; none if it has another form, or several captions.
+fn caption(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Reply {
+        generated_text: String,
+    }
+    let [Reply { generated_text }] = serde_json::from_slice::<[Reply; 1]>(body).ok()?;
+    Some(generated_text)
 }
 
 /// The tokens of a task, as its reply states them.
@@ -268,23 +270,24 @@ pub fn usage_of(reply: &Message) -> ReplyUsage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::endpoints::{CLASSIFY_URL, COMPLETIONS_URL, EMBEDDINGS_URL, SPARSE_URL};
 
     #[test]
     fn texts_become_bodies_that_their_url_takes() {
         let texts = ["a".to_owned(), "b".to_owned()];
         for (url, expected) in [
-            (embeddings::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
-            (labels::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
-            (sparse::URL, vec![json!({"inputs": "a"}), json!({"inputs": "b"})]),
-            (generate::COMPLETIONS_URL, vec![json!({"prompt": "a"}), json!({"prompt": "b"})]),
-            (rerank::RERANK_URL, vec![json!({"query": "a", "documents": ["b"]})]),
-            (rerank::SCORE_URL, vec![json!({"text_1": "a", "text_2": ["b"]})]),
+            (EMBEDDINGS_URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
+            (CLASSIFY_URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
+            (SPARSE_URL, vec![json!({"inputs": "a"}), json!({"inputs": "b"})]),
+            (COMPLETIONS_URL, vec![json!({"prompt": "a"}), json!({"prompt": "b"})]),
+            (RERANK_URL, vec![json!({"query": "a", "documents": ["b"]})]),
+            (SCORE_URL, vec![json!({"text_1": "a", "text_2": ["b"]})]),
         ] {
             let bodies = bodies_of_texts(url, &texts, false);
             let bodies: Vec<Value> = bodies.iter().map(|body| serde_json::from_str(body).unwrap()).collect();
             assert_eq!(bodies, expected, "{url}");
         }
-        let chat = &bodies_of_texts(generate::CHAT_URL, &texts, true)[1];
+        let chat = &bodies_of_texts(CHAT_URL, &texts, true)[1];
         let expected = json!({"messages": [{"role": "user", "content": "b"}], "stream": true});
         assert_eq!(serde_json::from_str::<Value>(chat).unwrap(), expected);
     }
@@ -308,29 +311,8 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_no_request_of_a_url_has_is_refused_with_those_that_there_are() {
-        for (url, name) in [
-            (labels::URL, "top_k"),
-            (labels::URL, "image_url"),
-            (token_labels::URL, "stride"),
-            (sparse::URL, "normalize"),
-            (transcriptions::TRANSLATIONS_URL, "keywords"),
-            ("/v1/of/mine", "anything"),
-        ] {
-            assert_eq!(check_field(url, name), Ok(()), "{url} {name}");
-        }
-        for (url, name) in [(sparse::URL, "aggregation_strategy"), (speech::SPEECH_URL, "lang")] {
-            let refused = check_field(url, name).unwrap_err();
-            assert!(refused.starts_with(&format!("{url} has no such field; it takes ")), "{refused}");
-        }
-        assert!(
-            check_field(sparse::URL, "x").unwrap_err().contains("prompt_name, threshold, top_k, truncate")
-        );
-    }
-
-    #[test]
     fn a_request_whose_reply_is_a_list_shares_no_task() {
-        let shares = |body: &str| ShareableRequest::from_request(labels::URL, body.as_bytes()).is_some();
+        let shares = |body: &str| ShareableRequest::from_request(CLASSIFY_URL, body.as_bytes()).is_some();
         assert!(shares(r#"{"input":"a","top_k":2}"#));
         assert!(!shares(r#"{"input":"a","labels":["x"]}"#));
         assert!(!shares(r#"{"input":"a","parameters":{"candidate_labels":["x"]}}"#));

@@ -7,34 +7,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 
 use super::batch_line::{RequestBody, is_json_object};
+use super::endpoints::Endpoint;
+pub use super::endpoints::FileFormat;
+use super::from_base64;
 use super::requests::text_in;
-use super::{
-    captions, embeddings, from_base64, generate, image_generation, labels, rerank, sparse, speech,
-    token_labels, transcriptions,
-};
-
-named! {
-    /// The format of a file with a result.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum FileFormat as ending {
-        /// A text.
-        Text => "txt",
-        /// Subtitles in SubRip's format.
-        Srt => "srt",
-        /// Subtitles in WebVTT's format.
-        Vtt => "vtt",
-        /// The body of the reply, in JSON.
-        Json => "json",
-        /// Sound.
-        Wav => "wav",
-        /// Compressed sound.
-        Flac => "flac",
-        /// The samples of sound alone.
-        Pcm => "pcm",
-        /// An image.
-        Png => "png",
-    }
-}
 
 /// The field, and for a body that is not JSON the header, that asks for a form of the reply.
 pub const RESPONSE_FORMAT: &str = "response_format";
@@ -54,28 +30,11 @@ impl FileFormat {
 
     /// The formats that replies of a URL can have; all for an unknown one.
     pub fn of_url(url: Option<&str>) -> Vec<Self> {
-        let known = url.and_then(Self::of_known_url);
-        known.map_or_else(|| Self::ALL.map(|(format, _)| format).to_vec(), <[Self]>::to_vec)
-    }
-
-    /// The formats that replies of a URL can have; none for the URL of an unknown model.
-    fn of_known_url(url: &str) -> Option<&'static [Self]> {
-        Some(match url {
-            transcriptions::TRANSCRIPTIONS_URL | transcriptions::TRANSLATIONS_URL => {
-                &[Self::Text, Self::Srt, Self::Vtt, Self::Json]
-            }
-            speech::SPEECH_URL => &[Self::Wav, Self::Flac, Self::Pcm],
-            image_generation::URL => &[Self::Png, Self::Json],
-            generate::CHAT_URL | generate::COMPLETIONS_URL | captions::URL => &[Self::Text, Self::Json],
-            // That of images is the same as that of labels.
-            embeddings::URL
-            | rerank::RERANK_URL
-            | rerank::SCORE_URL
-            | labels::URL
-            | sparse::URL
-            | token_labels::URL => &[Self::Json],
-            _ => return None,
-        })
+        let known = url.and_then(Endpoint::of);
+        known.map_or_else(
+            || Self::ALL.map(|(format, _)| format).to_vec(),
+            |endpoint| endpoint.results.to_vec(),
+        )
     }
 
     /// The `response_format` that asks for this format at `url`. None if replies have it without being asked, or if the URL is
@@ -84,20 +43,17 @@ impl FileFormat {
     /// # Errors
     /// A message: replies of this URL cannot have this format.
     pub fn response_format(self, url: Option<&str>) -> Result<Option<&'static str>, String> {
-        if let Some((url, formats)) = url.and_then(|url| Some((url, Self::of_known_url(url)?)))
-            && !formats.contains(&self)
-        {
-            let possible = Self::endings(formats);
-            let ending = self.ending();
+        let endpoint = url.and_then(Endpoint::of);
+        let formats = endpoint.map_or(&[][..], |endpoint| endpoint.results);
+        if let Some(Endpoint { url, .. }) = endpoint.filter(|_| !formats.contains(&self)) {
+            let (ending, possible) = (self.ending(), Self::endings(formats));
             return Err(format!("a result of {url} cannot be written as .{ending}, only as {possible}"));
         }
-        let is_transcript =
-            url.is_some_and(|url| Self::of_known_url(url).is_some_and(|it| it.contains(&Self::Srt)));
         Ok(match self {
-            Self::Text if is_transcript => Some("text"),
+            Self::Text if formats.contains(&Self::Srt) => Some("text"),
             Self::Text | Self::Json => None,
             Self::Srt | Self::Vtt | Self::Wav | Self::Flac | Self::Pcm | Self::Png => {
-                let is_ours = url.is_none_or(|url| Self::of_known_url(url).is_some());
+                let is_ours = url.is_none() || endpoint.is_some();
                 is_ours.then(|| self.ending())
             }
         })
@@ -308,8 +264,9 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::protocol::endpoints::{CHAT_URL, SPEECH_URL, TRANSCRIPTIONS_URL};
 
-    const TRANSCRIPTS: Option<&str> = Some(transcriptions::TRANSCRIPTIONS_URL);
+    const TRANSCRIPTS: Option<&str> = Some(TRANSCRIPTIONS_URL);
 
     fn raw(value: &serde_json::Value) -> Box<RawValue> {
         to_raw_value(value).unwrap()
@@ -341,11 +298,11 @@ mod tests {
         FileFormat::Text.ask(TRANSCRIPTS, &mut sound).unwrap();
         assert_eq!((&sound[..], &sound.parameters[RESPONSE_FORMAT]), (&b"RIFF"[..], &json!("text")));
         let mut speech = RequestBody::from(r#"{"input":"a"}"#);
-        let error = FileFormat::Png.ask(Some(speech::SPEECH_URL), &mut speech).unwrap_err();
+        let error = FileFormat::Png.ask(Some(SPEECH_URL), &mut speech).unwrap_err();
         assert!(error.ends_with("cannot be written as .png, only as .wav, .flac, .pcm"), "{error}");
         let mut chat = RequestBody::from(r#"{"messages":[],"response_format":{"type":"json_object"}}"#);
         let before = chat.clone();
-        FileFormat::Text.ask(Some(generate::CHAT_URL), &mut chat).unwrap();
+        FileFormat::Text.ask(Some(CHAT_URL), &mut chat).unwrap();
         assert_eq!(chat, before);
         let mut own = RequestBody::from("{}");
         FileFormat::Png.ask(Some("/my/model"), &mut own).unwrap();

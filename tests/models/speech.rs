@@ -12,9 +12,9 @@ use sconce::model::nets::hibari::{Decoded, Hibari, Symbols};
 use sconce::model::random::Seed;
 use sconce::model::sound::decode::{Channels, Limits, Recording};
 use sconce::model::sound::synthesis::{Frames, SPECTRA, Synthesizer};
-use sconce::model::tasks::speak::{self, Sentence, Speaker, SpeechProcessor};
+use sconce::model::tasks::speak::{self, Sentence, Speaker, SpeechProcessor, VOICES_URL};
 use sconce::model::{Device, Dtype, Forward as _, LoadSpec, Processor as _};
-use sconce::protocol::speech::{SPEECH_URL, VOICES_URL};
+use sconce::protocol::endpoints::SPEECH_URL;
 use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json};
 use super::input::CountedInput;
 use super::lines::{InputLine, MAX_LINE};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
-use crate::protocol::requests::bodies_of_texts;
+use crate::protocol::requests::body_of_text;
 use crate::protocol::results::FileFormat;
 
 /// One request of an input.
@@ -99,8 +99,7 @@ impl InputFile {
             None => {
                 let text = String::from_utf8(content)
                     .map_err(|error| format!("not UTF-8 after byte {}", error.utf8_error().valid_up_to()))?;
-                let text = [text.trim_end().to_owned()];
-                bodies_of_texts(&self.url, &text, false).swap_remove(0).into()
+                body_of_text(&self.url, text.trim_end()).into()
             }
         };
         body.add_fields(&self.fields)?;
@@ -154,8 +153,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::protocol::speech::SPEECH_URL;
-    use crate::protocol::transcriptions::TRANSCRIPTIONS_URL;
+    use crate::protocol::endpoints::{SPEECH_URL, TRANSCRIPTIONS_URL};
 
     #[test]
     fn a_file_is_a_request_for_the_format_of_its_result() {

@@ -30,8 +30,8 @@ use super::resume::{RequestId, ResumePoint};
 use super::rows::{InputRow, Rows, ends_with};
 use crate::client::whole_file::begin_beside;
 use crate::protocol::batch_line::{BatchRequest, InvalidLine, RequestBody, read_output};
-use crate::protocol::embeddings;
-use crate::protocol::requests::bodies_of_texts;
+use crate::protocol::endpoints::EMBEDDINGS_URL;
+use crate::protocol::requests::body_of_text;
 
 /// Rows in memory at a time: a row may have megabytes, and nothing bounds the bytes of several.
 const BATCH_ROWS: usize = 1;
@@ -217,10 +217,10 @@ impl Table {
     /// # Errors
     /// A message: one of the fields holds the text.
     pub fn body(&self, text: &str) -> Result<RequestBody, String> {
-        let mut body: RequestBody = if self.asks_base64 && self.url == embeddings::URL {
+        let mut body: RequestBody = if self.asks_base64 && self.url == EMBEDDINGS_URL {
             json!({"input": text, "encoding_format": "base64"}).to_string().into()
         } else {
-            bodies_of_texts(&self.url, &[text.to_owned()], false).swap_remove(0).into()
+            body_of_text(&self.url, text).into()
         };
         body.add_fields(&self.fields)?;
         Ok(body)
@@ -499,7 +499,7 @@ mod tests {
                 column: column.to_owned(),
                 id_column: None,
                 fields: Map::new(),
-                url: embeddings::URL.to_owned(),
+                url: EMBEDDINGS_URL.to_owned(),
                 asks_base64: true,
             }
         }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::continuous::{Ended, Rig, state_of};
 use super::*;
 use crate::model::tasks::generate;
-use crate::protocol::generate::COMPLETIONS_URL;
+use crate::protocol::endpoints::COMPLETIONS_URL;
 
 /// An engine with a decoder of the fixtures, whose keys and values have room for four of [`long_request`].
 fn rig(name: &str) -> Rig {

@@ -7,12 +7,45 @@ use std::collections::BTreeMap;
 
 use crate::model::ops::{exponentials, largest};
 use crate::model::random::Seed;
-use crate::protocol::generate::Sampling;
 
 /// Below this temperature the likeliest token is chosen.
 const MIN_TEMPERATURE: f32 = 1e-4;
 /// The number of likeliest tokens that are sorted at first, for `top_p` without `top_k`.
 const FIRST_CUT: usize = 256;
+
+/// How the next token is drawn. All numbers are finite and within the bounds stated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits, from 0 to 2. At 0 the most probable token is taken.
+    pub temperature: f32,
+    /// Draws only from this many of the most probable tokens; 0 means all.
+    pub top_k: usize,
+    /// Draws only from the most probable tokens that together have this probability. Above 0, at most 1.
+    pub top_p: f32,
+    /// Draws only from tokens with at least this share of the most probable token's probability. From 0 to 1.
+    pub min_p: f32,
+    /// Subtracted from a token's logit for each time it was generated. -2 to 2.
+    pub frequency_penalty: f32,
+    /// Subtracted from the logit of a token that was generated. -2 to 2.
+    pub presence_penalty: f32,
+    /// Divides positive logits of tokens that occurred, and multiplies negative ones. 0.1 to 10.
+    pub repetition_penalty: f32,
+}
+
+impl Sampling {
+    /// Sampling at this temperature, without filters and penalties.
+    pub const fn at(temperature: f32) -> Self {
+        Self {
+            temperature,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+        }
+    }
+}
 
 /// The sampler of one sequence.
 #[derive(Clone, Debug)]
@@ -249,7 +282,7 @@ mod tests {
 
     #[test]
     fn no_accepted_parameter_makes_finite_logits_infinite() {
-        use crate::protocol::generate::{Api, GenerateRequest};
+        use crate::model::tasks::generate::request::{Api, GenerateRequest};
         let edges = [
             ("temperature", "0"),
             ("temperature", "1e-38"),

@@ -1,10 +1,10 @@
 //! Kinds of requests. Each public module has the processor of one kind and loads its network; its `FAMILY` describes
 //! the kind to other modules. `protocol` reads and writes bodies; `nets` has the networks.
 
+mod candidate_labels;
 #[cfg(feature = "candle-transformers")]
 pub mod caption;
 pub mod embed;
-mod entailment;
 pub mod generate;
 pub mod image;
 #[cfg(feature = "candle-transformers")]

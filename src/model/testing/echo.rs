@@ -42,6 +42,7 @@ pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 pub static FAMILY: Family = Family {
     name: ECHO,
     routes: ANY_JSON,
+    fields: &[],
     serves: Serves::ItsName,
     options: &[OptionSpec {
         name: "gates",

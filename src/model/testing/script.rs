@@ -50,6 +50,7 @@ pub const SCRIPT: &str = "script";
 pub static FAMILY: Family = Family {
     name: SCRIPT,
     routes: echo::ANY_JSON,
+    fields: &[],
     serves: Serves::ItsName,
     options: &[],
     sample: |texts| {

@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 
 use super::ModelFiles;
 use crate::model::{LoadError, TaskError, TaskErrorKind};
-use crate::protocol::generate::ChatMessage;
 
 /// The largest template in bytes. Those of published models have up to 40 KiB.
 const MAX_TEMPLATE: usize = 96 << 10;
@@ -32,6 +31,18 @@ const MARK: &str = "sconce7d1f";
 pub type SpecialTokens = Vec<(&'static str, serde_json::Value)>;
 /// The texts of templates by name, or why they cannot be read.
 type Sources = BTreeMap<String, Result<String, String>>;
+
+/// One message of a conversation, as chat templates read it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ChatMessage {
+    /// `system`, `developer`, `user` or `assistant`.
+    pub role: String,
+    /// The text; if it came in parts, they are joined by line breaks.
+    pub content: String,
+    /// A name that distinguishes participants with the same role.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
 
 /// `chat_template` in `tokenizer_config.json`: one template, or several with names.
 #[derive(Deserialize)]

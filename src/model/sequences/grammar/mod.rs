@@ -37,7 +37,6 @@ pub use self::server::serve;
 use self::wire::{FrameKind, read_frame, send_socket, write_frame};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::{TaskError, TaskErrorKind};
-use crate::protocol::generate::Format;
 
 /// The command with which this program runs as a grammar server.
 pub const COMMAND: &str = "grammar-server";
@@ -57,6 +56,19 @@ const MAX_OPTIONAL: usize = 490;
 const BUILD_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long the worker waits for one mask. Meanwhile no other sequence advances.
 const MASK_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The form that the generated text must have.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Format {
+    /// Any text.
+    Text,
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that fits this schema. The schema itself is a JSON object.
+    JsonSchema(serde_json::Value),
+    /// A text that this regular expression matches as a whole.
+    Regex(String),
+}
 
 /// The program that serves grammars. Only tests set it, since a test program does not serve grammars itself.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();

@@ -3,6 +3,8 @@
 
 mod network;
 mod options;
+mod reply;
+mod request;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,6 +13,8 @@ use serde_json::json;
 
 pub use self::network::{Answer, AnswerEnd, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
+use self::reply::{Choice, Chunk, Reply, Usage, new_id};
+use self::request::{Api, CHAT, COMPLETIONS, GenerateRequest, Prompts};
 use super::names::ServedNames;
 use super::{MANY_TEXTS, prepare_all};
 use crate::model::family::{self, Description, Example, Family, FileRules, Sample, Serves};
@@ -29,14 +33,12 @@ use crate::model::ops::NumberFormat;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::sequences::blocks::Owner;
-use crate::model::sequences::grammar::{Found, Grammars};
+use crate::model::sequences::grammar::{Format, Found, Grammars};
 use crate::model::{
     Body, Capacity, Device, Dtype, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
     Route, SizedInput, Streaming, TaskError, TaskErrorKind,
 };
-use crate::protocol::generate::{
-    Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
-};
+use crate::protocol::endpoints::{CHAT_URL, COMPLETIONS_URL};
 use crate::protocol::stats::{Generated, TokenCounts};
 use crate::protocol::task::published;
 
@@ -61,6 +63,7 @@ const LONG_BODY: usize = 8 << 10;
 pub static FAMILY: Family = Family {
     name: "generate",
     routes: &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)],
+    fields: &[(COMPLETIONS_URL, &COMPLETIONS), (CHAT_URL, &CHAT)],
     serves: Serves::Files(FileRules {
         configs: &CONFIG_ARCHITECTURES,
         ggufs: &GGUF_ARCHITECTURES,

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::reply::{Finish, TokenScore, TopScore};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::decoder::CachedDecoder;
 use crate::model::ops::causal::Span;
@@ -11,10 +12,10 @@ use crate::model::ops::kv::BLOCK;
 use crate::model::random::Seed;
 use crate::model::sequences::blocks::{Blocks, Owner, Table};
 use crate::model::sequences::grammar::{Constraint, Masks};
+use crate::model::sequences::sampler::Sampling;
 use crate::model::sequences::sampler::{Sampler, log_probabilities};
 use crate::model::sequences::text::Text;
 use crate::model::{Advance, Advances, Capacity, Feed, ForwardError, Generate, Row, Slot, TaskError};
-use crate::protocol::generate::{Finish, Sampling, TokenScore, TopScore};
 
 /// One answer to compute.
 #[derive(Clone, Debug)]

@@ -7,6 +7,7 @@ mod format;
 mod jpeg;
 mod orientation;
 mod preprocessing;
+pub(super) mod request;
 mod resize;
 mod sample;
 
@@ -17,8 +18,9 @@ use serde::Deserialize;
 
 use self::decode::{Error, Header, Limits, decode, header};
 use self::preprocessing::Preprocessing;
+use self::request::{ImageFile, ImagesRequest, KEYS};
 pub(super) use self::sample::images as sample_of_images;
-use super::labels::Labels;
+use super::labels::{Labels, write_best_labels};
 use super::names::ServedNames;
 use super::prepare_all;
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Serves, Takes};
@@ -28,8 +30,7 @@ use crate::model::{
     Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
 };
-use crate::protocol::images::{ImageFile, ImagesRequest, URL};
-use crate::protocol::labels::write_best_labels;
+use crate::protocol::endpoints::CLASSIFY_URL as URL;
 use crate::protocol::{BYTES, Headers, JSON, KOMBU_BYTES};
 
 /// The media types of requests with images. What a file is, its bytes tell. Those with a subtype are found by the ending of
@@ -77,6 +78,7 @@ pub(super) const MAX_TASK_PIXELS: OptionSpec = OptionSpec {
 pub static FAMILY: Family = Family {
     name: "classify",
     routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
         ggufs: &[],

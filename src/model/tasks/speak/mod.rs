@@ -1,6 +1,7 @@
 //! Speech synthesis: turns requests into sentences of phonemes, and the sound of sentences into files. Sentences are
 //! independent of each other: sentences of different tasks can share a batch. Only `load` and `network` use the device.
 
+mod body;
 mod network;
 mod options;
 mod pronunciations;
@@ -10,6 +11,10 @@ use std::sync::atomic::AtomicUsize;
 
 use sconce_phonemes::{Memory, parts};
 
+pub use self::body::VOICES_URL;
+use self::body::{
+    KEYS, ListedVoice, SoundFormat, SpeechRequest, Spoken, read_voices_request, write_sound, write_voices,
+};
 use self::network::{DURATION_SLACK, SoundLimit};
 pub use self::network::{Sentence, Sound, Speaker};
 use self::options::Options;
@@ -24,11 +29,8 @@ use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     Streaming, TaskError, TaskErrorKind,
 };
+use crate::protocol::endpoints::SPEECH_URL;
 use crate::protocol::shorten;
-use crate::protocol::speech::{
-    ListedVoice, SPEECH_URL, SoundFormat, SpeechRequest, Spoken, VOICES_URL, read_voices_request,
-    write_sound, write_voices,
-};
 
 /// Number of frames of 12.5 ms that is assumed for a symbol at speed 1, by which batches and memory are planned: the true
 /// number is known only after the network's first part. It is 4.6 on average; 7 leaves room for slow sentences.
@@ -56,6 +58,7 @@ const SHORT_TEXT_BYTES: usize = 1 << 8;
 pub static FAMILY: Family = Family {
     name: "speak",
     routes: &[Route::json(SPEECH_URL), Route::json(VOICES_URL)],
+    fields: &[(SPEECH_URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[MODEL_TYPE],
         ggufs: &[],

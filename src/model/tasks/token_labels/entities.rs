@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::protocol::token_labels::Strategy;
+use super::body::Strategy;
 
 /// A token of a text, but none of the special tokens that the tokenizer adds.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 //! within 1e-5. Turns `/token-classification` bodies into tokens with their places in the text, and the labels' logits into
 //! entities. Decides in how many windows a long text is read. Never touches the device.
 
+mod body;
 mod entities;
 mod network;
 
@@ -12,6 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
+use self::body::{Entity, EntityWriter, KEYS, Strategy, TokenLabelsRequest};
 use self::entities::{FoundEntity, Labelled, Token, is_by_word, without_overlaps};
 use self::network::{LabelledWindow, TaskLabels};
 pub use self::network::{TokenLabelNetwork, WindowInput};
@@ -32,7 +34,7 @@ use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     TaskError, TaskErrorKind,
 };
-use crate::protocol::token_labels::{Entity, EntityWriter, Strategy, TokenLabelsRequest, URL};
+use crate::protocol::endpoints::TOKEN_LABELS_URL as URL;
 
 /// The maximum number of labels of a model. Each token has a number for each of them, so the bound limits the memory of a
 /// batch.
@@ -59,6 +61,7 @@ const HEAD_SUFFIX: &str = "ForTokenClassification";
 pub static FAMILY: Family = Family {
     name: "token-classification",
     routes: &[Route::json(URL)],
+    fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
         ggufs: &[],

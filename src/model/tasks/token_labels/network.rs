@@ -4,13 +4,13 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use super::body::{MAX_REPLY_BYTES, MIN_ENTITY_BYTES, Strategy, reply_too_large};
 use super::entities::{Labelled, Token, entities, label_parts};
 use crate::model::load::tokenizer::Tokens;
 use crate::model::nets::encoder::TextNetwork;
 use crate::model::nets::held::{Held, Share};
 use crate::model::ops::probabilities::softmax;
 use crate::model::{Forward, ForwardError, TaskError};
-use crate::protocol::token_labels::{MAX_REPLY_BYTES, MIN_ENTITY_BYTES, Strategy, reply_too_large};
 
 /// How a task's tokens become entities.
 pub struct TaskLabels {

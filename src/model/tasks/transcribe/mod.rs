@@ -4,6 +4,8 @@
 
 mod network;
 mod options;
+mod reply;
+mod request;
 mod rules;
 mod sample;
 mod segments;
@@ -19,6 +21,8 @@ pub use self::segments::{Part, WindowPlace, WindowText};
 
 use self::network::{LanguageTokens, WindowPace, has_no_speech};
 use self::options::Options;
+use self::reply::{Segment, Transcript, delta};
+use self::request::{Format, KEYS, SpeechTask, TranscriptionRequest};
 use self::segments::segments;
 use self::speech::Speech;
 use self::tokens::SpecialTokens;
@@ -37,10 +41,7 @@ use crate::model::{
     Announced, Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
     Properties, Route, Streaming, TaskError,
 };
-use crate::protocol::transcriptions::{
-    Format, Segment, SpeechTask, TRANSCRIPTIONS_URL, TRANSLATIONS_URL, Transcript, TranscriptionRequest,
-    delta,
-};
+use crate::protocol::endpoints::{TRANSCRIPTIONS_URL, TRANSLATIONS_URL};
 use crate::protocol::{BYTES, JSON, KOMBU_BYTES};
 
 /// The media types of requests. A file's format is found in the file itself.
@@ -68,6 +69,7 @@ pub static FAMILY: Family = Family {
         Route { url: TRANSCRIPTIONS_URL, media_types: MEDIA_TYPES },
         Route { url: TRANSLATIONS_URL, media_types: MEDIA_TYPES },
     ],
+    fields: &[(TRANSCRIPTIONS_URL, &KEYS), (TRANSLATIONS_URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[MODEL_TYPE],
         ggufs: &[],

@@ -21,13 +21,13 @@ use crate::model::ops::{exponentials, largest};
 use crate::model::random::Seed;
 use crate::model::sequences::out_of_turn;
 use crate::model::sequences::sampler::Sampler;
+use crate::model::sequences::sampler::Sampling;
 use crate::model::sound::RATE;
 use crate::model::sound::features::{FRAMES, WINDOW};
 use crate::model::{
     Advance, Advances, Capacity, Encoding, Feed, ForwardError, Generate, Row, SizedInput, Slot, TaskError,
     TaskErrorKind,
 };
-use crate::protocol::generate::Sampling;
 
 /// The temperatures that are tried in turn until a text is not doubtful, as in openai/whisper.
 const TEMPERATURES: [f32; 6] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0];

@@ -110,7 +110,7 @@ impl Rules {
 mod tests {
     use super::*;
     use crate::model::random::Seed;
-    use crate::protocol::generate::Sampling;
+    use crate::model::sequences::sampler::Sampling;
 
     /// Text is 0 to 4, of which 3 is suppressed and 4 not first; 5 is the end, 6 special, and 7 to 12 are times.
     fn rules() -> Rules {

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::model::family::Sample;
 use crate::model::sound::RATE;
-use crate::protocol::transcriptions::TRANSCRIPTIONS_URL;
+use crate::protocol::endpoints::TRANSCRIPTIONS_URL;
 
 /// Samples of the probe: 100 ms.
 const PROBE: usize = RATE as usize / 10;

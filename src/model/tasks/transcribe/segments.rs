@@ -7,10 +7,10 @@ use std::sync::Arc;
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
 
+use super::reply::{Segment, Word};
 use super::rules::{Rules, TIMESTAMP_STEP};
 use super::words::{TimeRange, TimedWord, timed_words};
 use crate::model::load::vocabulary::TokenTexts;
-use crate::protocol::transcriptions::{Segment, Word};
 
 /// The place of a window in its recording. Its sound may be several parts of the recording, back to back.
 #[derive(Clone, Debug, Default, PartialEq)]

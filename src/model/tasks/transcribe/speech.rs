@@ -4,10 +4,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::request::VoiceDetection;
 use super::segments::{Part, WindowPlace};
 use crate::model::sound::RATE;
 use crate::model::sound::voice::{CHUNK, Listener};
-use crate::protocol::transcriptions::VoiceDetection;
 
 /// Silence begins only when the probability of speech is this far below the threshold. A doubtful sound within speech
 /// is therefore no silence.

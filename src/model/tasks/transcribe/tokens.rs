@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
+use super::request::SpeechTask;
 use super::rules::Rules;
 use crate::model::load::ModelFiles;
 use crate::model::load::long_text::Side;
@@ -13,7 +14,6 @@ use crate::model::load::vocabulary::{TokenLimit, TokenTexts, Vocabulary};
 use crate::model::nets::whisper::config::WhisperConfig;
 use crate::model::{LoadError, TaskError};
 use crate::protocol::shorten;
-use crate::protocol::transcriptions::SpeechTask;
 
 /// A model whose settings lack `is_multilingual` is taken for multilingual if it has at least this many tokens. A model
 /// of English only has fewer.
