@@ -4,7 +4,7 @@
 //!
 //! | file | decides |
 //! |---|---|
-//! | `oneshot` | the loop of models that answer in one pass |
+//! | `one_pass` | the loop of models that answer in one pass |
 //! | `continuous` | the loop of models whose sequences join and leave |
 //! | `streams` | the loop of models in a process of their own that run tasks side by side |
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
@@ -23,7 +23,7 @@ mod batch;
 mod continuous;
 mod job;
 mod memory;
-mod oneshot;
+mod one_pass;
 mod pace;
 mod panics;
 mod probe;
@@ -55,7 +55,7 @@ pub use memory::Memory;
 pub use panics::caught;
 pub use run_loop::Waker;
 pub use start::{
-    Foreign, ForeignWork, Starter, assuming, chosen, continuous, foreign, oneshot, strict_refusal,
+    Foreign, ForeignWork, Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal,
 };
 pub use streams::{StreamEvent, StreamId, Streams};
 pub use task_state::TaskState;

@@ -5,12 +5,12 @@ use std::io;
 use std::sync::Arc;
 use std::thread;
 
-use tokio::sync::oneshot as oneshot_channel;
+use tokio::sync::oneshot;
 
 use super::batch::Network;
 use super::continuous::{Continuous, Probe, SequenceQueue};
 use super::job::Handle;
-use super::oneshot::{OneShot, WaitingInputs};
+use super::one_pass::{OnePass, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
 use super::streams::{self, StreamLoop, StreamQueue, Streams};
 use super::{ForeignProcess, Loaded, Loading, Memory, Notices, Setup};
@@ -35,7 +35,7 @@ type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadErro
 
 /// Makes a starter of engines for a one-pass model. `load` is called once for each engine, on its model thread, with
 /// the opened device.
-pub fn oneshot<P, F>(
+pub fn one_pass<P, F>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(P, F), LoadError> + Send + Sync + 'static,
 ) -> Starter
 where
@@ -66,7 +66,7 @@ where
     let mut network = Network::new(network, observer, notices);
     network.try_probe(&processor).map_err(|error| error.load_error(&spec, &device))?;
     let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
-    let model_loop = OneShot::new(network, waiting.clone());
+    let model_loop = OnePass::new(network, waiting.clone());
     let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
     Ok((Loaded::new(engine, receiver, device, dtype), Box::new(model_loop)))
 }
@@ -128,7 +128,7 @@ where
     }))
 }
 
-/// Makes a starter of engines for a model whose sequences join and leave. `load` is called as in [`oneshot`].
+/// Makes a starter of engines for a model whose sequences join and leave. `load` is called as in [`one_pass`].
 pub fn continuous<P, G>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(P, G), LoadError> + Send + Sync + 'static,
 ) -> Starter
@@ -260,7 +260,7 @@ impl Starter {
     /// # Errors
     /// The system cannot start a thread.
     pub fn start(&self, setup: Setup) -> io::Result<Loading> {
-        let (loaded, loading) = oneshot_channel::channel();
+        let (loaded, loading) = oneshot::channel();
         let assemble = self.0.clone();
         thread::Builder::new().name("model".into()).spawn(move || {
             run_model(&*assemble, setup, loaded);
@@ -269,7 +269,7 @@ impl Starter {
     }
 }
 
-fn run_model(assemble: &Assemble, setup: Setup, sender: oneshot_channel::Sender<Result<Loaded, LoadError>>) {
+fn run_model(assemble: &Assemble, setup: Setup, sender: oneshot::Sender<Result<Loaded, LoadError>>) {
     let model_thread = thread::current();
     match assemble(setup, Box::new(move || model_thread.unpark())) {
         Ok((loaded, mut model_loop)) => {
@@ -296,7 +296,7 @@ pub(crate) mod paused {
     impl Starter {
         /// Loads the model and runs its loop on a thread that can be joined.
         pub(crate) fn start_joined(&self, setup: Setup) -> (thread::JoinHandle<()>, Loading) {
-            let (loaded, loading) = oneshot_channel::channel();
+            let (loaded, loading) = oneshot::channel();
             let assemble = self.0.clone();
             (thread::spawn(move || run_model(&*assemble, setup, loaded)), loading)
         }

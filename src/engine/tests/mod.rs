@@ -3,7 +3,7 @@
 mod continuous;
 mod encoding;
 mod generated;
-mod oneshot;
+mod one_pass;
 mod probe;
 mod streams;
 
