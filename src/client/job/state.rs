@@ -17,7 +17,7 @@ use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
 use crate::client::batch_file::{CommonFields, ErrorCounts, ResumePoint, Rows};
 use crate::client::tally::{Report, Tally};
-use crate::client::{self, Request, Task};
+use crate::client::{self, ClientTask, TaskMessage};
 use crate::protocol::Message;
 use crate::protocol::control::new_run_id;
 
@@ -317,14 +317,14 @@ impl Job {
 pub(super) fn tasks<'a>(
     job: &'a RefCell<Job>,
     units: &'a mut mpsc::Receiver<Result<Unit, JobError>>,
-) -> impl Stream<Item = Result<Task<Unit>, JobError>> + 'a {
+) -> impl Stream<Item = Result<ClientTask<Unit>, JobError>> + 'a {
     let task = |unit: Unit| match &unit {
         Unit::Task(PackedTask { url, body, .. }) => {
             let id = uuid::Uuid::new_v4().to_string();
-            let request = Request::new(id, Some(url), body.clone());
-            Task { meta: unit, request: Some(request) }
+            let message = TaskMessage::new(id, Some(url), body.clone());
+            ClientTask { meta: unit, message: Some(message) }
         }
-        Unit::Invalid { .. } => Task { meta: unit, request: None },
+        Unit::Invalid { .. } => ClientTask { meta: unit, message: None },
     };
     stream::poll_fn(move |context| {
         job.borrow_mut().next(units, context).map(|unit| unit.map(|unit| unit.map(task)))
