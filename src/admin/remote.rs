@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
-use crate::protocol::admin::{Answer, Request, SlotReport, Target};
+use crate::protocol::admin::{Answer, ControlRequest, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 use crate::telemetry::Throttle;
 
@@ -79,7 +79,7 @@ async fn handle_delivery(session: &BrokerSession, launcher: &ControlledLauncher,
     let Some(answer) = launcher.serve(delivery).await else { return };
     // A cancellation of a requester's kind may come with an operator's key too. It is not answered: its reply queue gets
     // the cancelled task's reply, and nothing else.
-    if Request::cancellation_in(&delivery.message.properties).is_none() {
+    if ControlRequest::cancellation_in(&delivery.message.properties).is_none() {
         send_answer(session, delivery, &answer).await;
     }
 }
@@ -126,8 +126,8 @@ impl ControlledLauncher {
                 body.len()
             )));
         }
-        let request = match Request::cancellation_in(&delivery.message.properties) {
-            Some(cancellation) => Request::Cancel(cancellation),
+        let request = match ControlRequest::cancellation_in(&delivery.message.properties) {
+            Some(cancellation) => ControlRequest::Cancel(cancellation),
             None => match serde_json::from_slice(body) {
                 Ok(request) => request,
                 Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
@@ -145,7 +145,7 @@ impl ControlledLauncher {
             Err(message) => return Some(self.refusal(message)),
         };
         let mut slots = self.reports(&target);
-        if request == Request::Restart {
+        if request == ControlRequest::Restart {
             set_replaced_pids(&mut slots, &before);
         }
         Some(self.build_answer(&request, slots, &outcomes))
@@ -163,23 +163,23 @@ impl ControlledLauncher {
     /// the order. For a query of the counts, has the workers report them.
     async fn carry_out(
         &self,
-        request: &Request,
+        request: &ControlRequest,
         target: &Target,
     ) -> Result<BTreeMap<String, Outcome>, String> {
-        if *request == Request::Stats && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
+        if *request == ControlRequest::Stats && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
         {
-            let reported = self.handle.order(target.clone(), Request::Stats);
+            let reported = self.handle.order(target.clone(), ControlRequest::Stats);
             drop(tokio::time::timeout(STATS_TIMEOUT, reported).await);
         }
         if request.is_query() {
             return Ok(BTreeMap::new());
         }
-        if let Request::Cancel(cancellation) = request
+        if let ControlRequest::Cancel(cancellation) = request
             && let Some(problem) = cancellation.problem()
         {
             return Err(problem.to_owned());
         }
-        if let Request::LogLevel { filter } = request {
+        if let ControlRequest::LogLevel { filter } = request {
             (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
         }
         let outcomes =
@@ -191,15 +191,15 @@ impl ControlledLauncher {
 
     fn build_answer(
         &self,
-        request: &Request,
+        request: &ControlRequest,
         slots: Vec<SlotReport>,
         outcomes: &BTreeMap<String, Outcome>,
     ) -> Answer {
         let reports = slots.into_iter().map(|mut report| {
-            if *request != Request::Stats {
+            if *request != ControlRequest::Stats {
                 report.stats = None;
             }
-            if *request != Request::Active && *request != Request::Stats {
+            if *request != ControlRequest::Active && *request != ControlRequest::Stats {
                 report.active.clear();
             }
             match outcomes.get(&report.slot) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 
 use super::{Settings, duration};
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 use crate::protocol::control::Cancellation;
 
 /// Examples for the help of `ctl`.
@@ -104,19 +104,19 @@ pub enum CtlCommand {
 
 impl CtlCommand {
     /// The request to send.
-    pub fn request(&self) -> Request {
+    pub fn request(&self) -> ControlRequest {
         match self {
-            Self::Ping => Request::Ping,
-            Self::Stats => Request::Stats,
-            Self::Active => Request::Active,
-            Self::Pause => Request::Pause,
-            Self::Resume => Request::Resume,
-            Self::Drain => Request::Drain,
-            Self::Shutdown => Request::Shutdown,
-            Self::Restart => Request::Restart,
-            Self::LogLevel { filter } => Request::LogLevel { filter: filter.clone() },
+            Self::Ping => ControlRequest::Ping,
+            Self::Stats => ControlRequest::Stats,
+            Self::Active => ControlRequest::Active,
+            Self::Pause => ControlRequest::Pause,
+            Self::Resume => ControlRequest::Resume,
+            Self::Drain => ControlRequest::Drain,
+            Self::Shutdown => ControlRequest::Shutdown,
+            Self::Restart => ControlRequest::Restart,
+            Self::LogLevel { filter } => ControlRequest::LogLevel { filter: filter.clone() },
             Self::Cancel { task } => {
-                Request::Cancel(Cancellation { task: Some(task.clone()), ..Cancellation::default() })
+                ControlRequest::Cancel(Cancellation { task: Some(task.clone()), ..Cancellation::default() })
             }
         }
     }

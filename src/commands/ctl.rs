@@ -13,7 +13,7 @@ use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlCommand};
 use crate::client::fleet::{Control, FleetError, Gather};
 use crate::commands::exits::ExitsWith as _;
-use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
+use crate::protocol::admin::{Answer, ControlRequest, SlotReport, State, Target};
 use crate::protocol::shorten;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
@@ -111,7 +111,7 @@ fn cancelled(answers: &[Answer]) -> Option<u64> {
 async fn wait_for(
     control: &mut Control,
     target: &Target,
-    order: &Request,
+    order: &ControlRequest,
     answers: &mut [Answer],
     limit: Duration,
 ) -> anyhow::Result<()> {
@@ -122,7 +122,7 @@ async fn wait_for(
     loop {
         let next_ping = deadline.min(Instant::now() + PING_INTERVAL);
         let ping_deadline = Instant::now() + PING_TIMEOUT;
-        let pinged = control.request(target, &Request::Ping, ping_deadline, Gather::Expected(answers.len()));
+        let pinged = control.request(target, &ControlRequest::Ping, ping_deadline, Gather::Expected(answers.len()));
         let current = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = current.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
@@ -164,23 +164,23 @@ fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
 
 /// Whether a slot has carried out an order. `before` is its report when it accepted the order, `after` its current
 /// report; none if its launcher does not answer.
-fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotReport>) -> bool {
+fn is_carried_out(order: &ControlRequest, before: &SlotReport, after: Option<&SlotReport>) -> bool {
     let state = after.map(|slot| slot.state);
     match order {
-        Request::Pause => matches!(state, Some(State::Paused | State::Stopped)),
-        Request::Resume => state.is_some_and(State::is_serving),
-        Request::Restart => {
+        ControlRequest::Pause => matches!(state, Some(State::Paused | State::Stopped)),
+        ControlRequest::Resume => state.is_some_and(State::is_serving),
+        ControlRequest::Restart => {
             state.is_some_and(State::is_serving) && after.is_some_and(|slot| slot.pid != before.pid)
         }
-        Request::Drain => state == Some(State::Stopped),
+        ControlRequest::Drain => state == Some(State::Stopped),
         // A launcher ends with its last slot, and does not answer after that.
-        Request::Shutdown => state.is_none_or(|state| state == State::Stopped),
-        Request::Ping
-        | Request::Stats
-        | Request::Active
-        | Request::LogLevel { .. }
-        | Request::Cancel(_)
-        | Request::CancelAll(_) => true,
+        ControlRequest::Shutdown => state.is_none_or(|state| state == State::Stopped),
+        ControlRequest::Ping
+        | ControlRequest::Stats
+        | ControlRequest::Active
+        | ControlRequest::LogLevel { .. }
+        | ControlRequest::Cancel(_)
+        | ControlRequest::CancelAll(_) => true,
     }
 }
 

@@ -15,7 +15,7 @@ use crate::client::fleet::{Control, Gather};
 use crate::client::publish;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 use crate::protocol::control::{Cancellation, new_run_id};
 use crate::protocol::task::{SHUTDOWN, STOP};
 use crate::protocol::{Headers, Message, Properties};
@@ -140,7 +140,7 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
     if let Err(error) = &stored {
         writeln!(io::stderr(), "the withdrawal is not kept for launchers that start later: {error}")?;
     }
-    let (target, request) = (Target::All, Request::Cancel(cancellation));
+    let (target, request) = (Target::All, ControlRequest::Cancel(cancellation));
     let deadline = Instant::now() + CONFIRM_TIMEOUT;
     let answers = control.request(&target, &request, deadline, Gather::UntilQuiet).await.map_err(with_exit);
     control.close().await;

@@ -12,7 +12,7 @@ use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::broker::{BrokerError, Published};
 use crate::config::Settings;
-use crate::protocol::admin::{Answer, CANCEL, Request, Target};
+use crate::protocol::admin::{Answer, CANCEL, ControlRequest, Target};
 use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
 use crate::protocol::{Headers, Properties};
 
@@ -77,7 +77,7 @@ impl Control {
     pub(crate) async fn request(
         &mut self,
         target: &Target,
-        request: &Request,
+        request: &ControlRequest,
         until: Instant,
         gather: Gather,
     ) -> Result<Vec<Answer>, FleetError> {

@@ -11,7 +11,7 @@ use super::control::{Control, FleetError, Gather};
 use super::history::{Queues, REMEMBERED, Snapshot};
 use super::pools::PoolQueues;
 use crate::config::Settings;
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 
 /// Maximum time for the answers of a round. A round ends earlier once all known launchers have answered.
 const ROUND_TIMEOUT: Duration = Duration::from_millis(800);
@@ -38,7 +38,7 @@ pub(crate) enum Update {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Order {
     pub(crate) target: Target,
-    pub(crate) request: Request,
+    pub(crate) request: ControlRequest,
 }
 
 /// A watch over the fleet.
@@ -111,7 +111,7 @@ impl Watch {
         };
         let until = Instant::now() + ROUND_TIMEOUT;
         let answers =
-            control.request(&Target::All, &Request::Stats, until, Gather::Expected(expected)).await?;
+            control.request(&Target::All, &ControlRequest::Stats, until, Gather::Expected(expected)).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would
