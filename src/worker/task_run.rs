@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::prefetch::SharedPrefetch;
-use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
+use super::settle::{Accepted, Outcome, Parts, Settled, Settlement, Trial, WaitsFor};
 use super::turns::{Turn, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::batching::{Group, QueueShare};
@@ -85,7 +85,7 @@ impl Drop for Expected {
 struct Admitted<'a> {
     expected: Expected,
     /// Set if the task is computed in order to try its reply queue, which accepted nothing before.
-    probe: Option<Probe<'a>>,
+    probe: Option<Trial<'a>>,
 }
 
 impl Shared {

@@ -43,7 +43,7 @@ use crate::protocol::reply::reply;
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
-pub(super) use self::breaker::{Breakers, Probe};
+pub(super) use self::breaker::{Breakers, Trial};
 pub(super) use self::error_log::ErrorLog;
 pub(super) use self::outcome::{Outcome, ReplyQueueBlocked, WaitsFor};
 pub(super) use self::parts::{Parts, PartsAnswered};
@@ -53,7 +53,7 @@ pub(super) use self::stalled::Stalled;
 const STALLED_AFTER: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
 const MIN_PUBLISH_TIME: Duration = Duration::from_secs(1);
-/// How long a task with no time left may wait for the probe of its reply queue.
+/// How long a task with no time left may wait for the trial of its reply queue.
 const PROBE_TIME: Duration = Duration::from_secs(5);
 /// How long finished results are still published once the worker hands tasks back.
 const PUBLISH_GRACE: Duration = Duration::from_secs(4);
@@ -182,13 +182,13 @@ impl Queues {
 }
 
 impl Settlement {
-    /// Decides whether a task is computed now. With a probe, the task tries its reply queue for as long as the probe
+    /// Decides whether a task is computed now. With a trial, the task tries its reply queue for as long as the trial
     /// exists. Tasks of the short form `background_queue` are always computed, because they would return through the task
     /// queue.
     ///
     /// # Errors
     /// [`ReplyQueueBlocked`]: the task is to be put off, because its reply queue accepts nothing.
-    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, ReplyQueueBlocked> {
+    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Trial<'_>>, ReplyQueueBlocked> {
         let Some(queue) =
             self.queues.for_reply(&accepted.task).filter(|queue| !self.is_pool_reply_queue(queue))
         else {
@@ -197,18 +197,18 @@ impl Settlement {
         if self.queues.tasks[accepted.delivery.source].returns_to_first {
             return Ok(None);
         }
-        let blocked = |is_probed: bool| {
+        let blocked = |is_on_trial: bool| {
             let time_left = self.time_to_wait(accepted);
             // The header with the time of the first put-off comes with the message, so a requester can set it. Without
-            // this limit, a task with an old time would be put off again and again for as long as the probe takes.
-            let may_wait_for_probe = is_probed
+            // this limit, a task with an old time would be put off again and again for as long as the trial takes.
+            let may_wait_for_trial = is_on_trial
                 && self.time_since_first_put_off(accepted) < self.queue_timeouts.requester + PROBE_TIME;
-            ReplyQueueBlocked { queue: queue.to_owned(), time_left, may_wait_for_probe }
+            ReplyQueueBlocked { queue: queue.to_owned(), time_left, may_wait_for_trial }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
             Admission::Compute => Ok(None),
-            Admission::Probe(probe) => Ok(Some(probe)),
-            Admission::Probed => Err(blocked(true)),
+            Admission::Trial(trial) => Ok(Some(trial)),
+            Admission::OnTrial => Err(blocked(true)),
             Admission::Refused => Err(blocked(false)),
         }
     }
