@@ -16,7 +16,7 @@ use super::prefetch::{Limits, Prefetch, SharedPrefetch};
 use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, ErrorLog, QueueTimeouts, Queues, Settlement, Stalled};
 use super::task_run::Shared;
-use super::turns::Turns;
+use super::fair_turns::Turns;
 use super::{Control, WorkerError};
 use crate::batching::Policy;
 use crate::broker::BrokerSession;
