@@ -1,6 +1,6 @@
 //! Zero-shot classification of texts by models of natural language inference, equal to the pipeline of the transformers
 //! library within 1e-5. Each text is the premise of a pair with each label's sentence. Decides which of the model's
-//! labels mean entailment and contradiction, and how logits become the labels' scores. Never touches the device.
+//! labels mean entailment and contradiction, and how logits become the labels' scores. Runs on the CPU only.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};

@@ -1,5 +1,5 @@
 //! Text generation: turns `/v1/completions` and `/v1/chat/completions` bodies into prompts, and answers into response
-//! bodies, whole and in parts. Never touches the device.
+//! bodies, whole and in parts. Only the network uses the device, not the processor.
 
 mod network;
 mod options;
@@ -558,9 +558,9 @@ impl GenerateProcessor {
         if is_whole {
             return self.max_answer(request, index, ids.len()).map(|_| ids);
         }
-        let (path, read, max_tokens) = (request.path(index), ids.len(), self.max_sequence_tokens());
+        let (path, read, pool_tokens) = (request.path(index), ids.len(), self.max_sequence_tokens());
         let message = format!(
-            "{path} has more than {read} tokens; this pool holds {max_tokens} of a prompt and its answer together"
+            "{path} has more than {read} tokens; this pool holds {pool_tokens} of a prompt and its answer together"
         );
         Err(TaskError::bad_input(path, message))
     }
@@ -568,14 +568,15 @@ impl GenerateProcessor {
     /// The maximum number of tokens of the answer to a prompt of `tokens` tokens. Refuses a prompt that leaves fewer
     /// than the request's `max_tokens`, or none.
     fn max_answer(&self, request: &GenerateRequest, index: usize, tokens: usize) -> Result<usize, TaskError> {
-        let (max_tokens, wanted) = (self.max_sequence_tokens(), request.max_tokens.unwrap_or(1));
-        let room = max_tokens.saturating_sub(tokens);
-        if room >= wanted {
+        // Both in tokens: what the pool holds of a prompt and its answer, and the shortest answer that there must be room for.
+        let (pool_tokens, answer_tokens) = (self.max_sequence_tokens(), request.max_tokens.unwrap_or(1));
+        let room = pool_tokens.saturating_sub(tokens);
+        if room >= answer_tokens {
             return Ok(room);
         }
         let path = request.path(index);
         let message = format!(
-            "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {max_tokens} of both together"
+            "{path} has {tokens} tokens and the answer may have {answer_tokens}; this pool holds {pool_tokens} of both together"
         );
         Err(TaskError::bad_input(path, message))
     }
@@ -593,16 +594,16 @@ impl GenerateProcessor {
         index: usize,
         mut ids: Vec<u32>,
     ) -> Result<(Vec<u32>, usize), TaskError> {
-        let max_tokens = self.max_sequence_tokens();
+        let pool_tokens = self.max_sequence_tokens();
         let default = match request.api {
             Api::Completions => COMPLETION_TOKENS,
             Api::Chat => CHAT_TOKENS,
         };
-        let wanted = request.max_tokens.unwrap_or(1);
-        let is_too_long = ids.len().saturating_add(wanted) > max_tokens;
-        if is_too_long && self.options.truncate_prompts && wanted < max_tokens {
+        let answer_tokens = request.max_tokens.unwrap_or(1);
+        let is_too_long = ids.len().saturating_add(answer_tokens) > pool_tokens;
+        if is_too_long && self.options.truncate_prompts && answer_tokens < pool_tokens {
             // The end of the prompt is kept, since the answer continues it.
-            ids.drain(..ids.len() + wanted - max_tokens);
+            ids.drain(..ids.len() + answer_tokens - pool_tokens);
         }
         let room = self.max_answer(request, index, ids.len())?;
         Ok((ids, request.max_tokens.unwrap_or(default).min(room)))
