@@ -368,7 +368,7 @@ impl Slot {
         if let Refusal::Device(device_fault) = refusal {
             monitor.circumstances.fault = Some(Fault::Device(device_fault));
         }
-        monitor.end(None, false, &self.context, &self.assignment)
+        monitor.end(None, &self.context, &self.assignment)
     }
 }
 
