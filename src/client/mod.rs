@@ -24,7 +24,7 @@ use futures_util::{FutureExt as _, Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use self::gather::Gather;
+use self::gather::{Answered, Gather};
 use self::resend::{LateTask, Resends};
 use crate::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
@@ -361,7 +361,7 @@ impl<'a, M> Run<'a, M> {
 
     /// Gives the sink the answers whose turn it is.
     fn deliver_answers<E>(&mut self, sink: &mut impl Sink<M, E>) -> Result<(), E> {
-        while let Some((number, meta, reply, at)) = self.gather.next() {
+        while let Some(Answered { number, meta, reply, at }) = self.gather.next() {
             if let Some(resends) = &mut self.resends {
                 resends.answered(number, at);
             }
