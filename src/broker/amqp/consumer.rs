@@ -156,7 +156,8 @@ impl Supervisor {
                 () = self.cancel.cancelled() => return,
             };
             let delay = match opened {
-                Ok((session, broker)) => {
+                Ok(session) => {
+                    let broker = session.connection.broker.clone();
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
@@ -190,7 +191,8 @@ impl Supervisor {
         }
     }
 
-    /// Passes on the deliveries of one session until it ends. Returns why it ended. None: the consumer's owner closed it.
+    /// Passes on the deliveries of one session until it ends. Returns why it ended. None: the consumer's owner closed
+    /// it.
     async fn run_session(&mut self, number: u64, mut session: Session) -> Option<String> {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();

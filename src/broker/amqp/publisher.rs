@@ -66,7 +66,7 @@ impl Inspector {
             return None;
         }
         if !self.connection.as_ref().is_some_and(|connection| connection.status().connected()) {
-            self.connection = Some(connect(connector).await.ok()?.0);
+            self.connection = Some(connect(connector).await.ok()?);
         }
         let error = match inspect(self.connection.as_ref()?, queue).await {
             Ok(queue) => {

@@ -59,7 +59,6 @@ struct LiveConnection {
     shared: Option<(Channel, Instant)>,
     /// Channels for messages that go alone, free now.
     spare: Vec<Channel>,
-    broker: String,
     /// True while an alarm of the broker holds up publishing. Written by [`watch_alarms`].
     blocked: watch::Receiver<bool>,
     /// The channel on which pings are sent.
@@ -229,7 +228,7 @@ impl SendTask {
                 + Duration::from_secs_f64(bytes as f64 / MIN_BYTES_PER_SECOND as f64);
             if now >= ping.sent + limit {
                 let limit_ms = limit.as_millis() as u64;
-                tracing::warn!(broker = live.broker, limit_ms, "no confirm; reconnecting");
+                tracing::warn!(broker = live.connection.broker, limit_ms, "no confirm; reconnecting");
                 self.drop_connection(now);
                 return;
             }
@@ -241,12 +240,12 @@ impl SendTask {
         self.takes_messages.store(is_answering, Ordering::Relaxed);
         if is_choked {
             tracing::warn!(
-                broker = live.broker,
+                broker = live.connection.broker,
                 "queues that confirm nothing hold all channels; reconnecting"
             );
             self.drop_connection(now);
         } else if is_answering && self.messages.is_held_up_since(live.slow_since, now) {
-            tracing::info!(broker = live.broker, "a queue is slow to confirm; others get a new channel");
+            tracing::info!(broker = live.connection.broker, "a queue is slow to confirm; others get a new channel");
             live.shared = None;
             self.messages.retire();
         }
@@ -371,7 +370,7 @@ impl SendTask {
             }
             ChannelKind::Alone | ChannelKind::Retired => self.messages.retry(id, now, REOPEN_DELAY),
             ChannelKind::Shared => {
-                tracing::warn!(broker = live.broker, reason = message(error), "publishing again");
+                tracing::warn!(broker = live.connection.broker, reason = message(error), "publishing again");
                 live.shared = None;
                 self.messages.retire();
                 self.messages.retry(id, now, Duration::ZERO);
@@ -381,7 +380,7 @@ impl SendTask {
 
     /// Drops the connection because of this error.
     fn drop_connection_after(&mut self, error: &Error, now: Instant) {
-        let broker = self.live.as_ref().map(|live| live.broker.clone());
+        let broker = self.live.as_ref().map(|live| live.connection.broker.clone());
         let reason = message(error);
         if matches!(Cause::of(error), Cause::NotAllowed | Cause::LimitReached) {
             // Most likely the limit of channels was reached.
@@ -413,9 +412,9 @@ impl SendTask {
             let failure = match self.early_failure.take() {
                 Some(failure) => failure,
                 None => match self.connector.attempt().await {
-                    Ok((connection, broker)) => {
+                    Ok(connection) => {
                         self.reconnect.connected();
-                        self.live = Some(LiveConnection::new(connection, broker));
+                        self.live = Some(LiveConnection::new(connection));
                         self.takes_messages.store(true, Ordering::Relaxed);
                         return Ok(());
                     }
@@ -433,14 +432,13 @@ impl SendTask {
 }
 
 impl LiveConnection {
-    fn new(connection: OpenConnection, broker: String) -> Self {
+    fn new(connection: OpenConnection) -> Self {
         let (blocked, now) = (watch_alarms(&connection), Instant::now());
         let connection = Arc::new(connection);
         Self {
             connection,
             shared: None,
             spare: Vec::new(),
-            broker,
             blocked,
             ping_channel: None,
             silent_since: now,
