@@ -15,7 +15,7 @@ pub(super) struct Gather<M> {
     begun: u64,
     in_order: bool,
     /// Tasks not answered yet, by number. Bound: the caller's.
-    waiting: BTreeMap<u64, Waiting<M>>,
+    waiting: BTreeMap<u64, Unanswered<M>>,
     /// The bytes of their bodies together.
     bytes: usize,
     /// Tasks answered and not passed on yet, by number. Bound: the caller's.
@@ -23,7 +23,7 @@ pub(super) struct Gather<M> {
 }
 
 /// A task that is not answered yet.
-struct Waiting<M> {
+struct Unanswered<M> {
     meta: M,
     /// The bytes of its body.
     bytes: usize,
@@ -46,7 +46,7 @@ impl<M> Gather<M> {
 
     /// Begins a task whose body has this many bytes.
     pub(super) fn begin(&mut self, meta: M, bytes: usize, now: Instant) {
-        self.waiting.insert(self.first + self.begun, Waiting { meta, bytes, begun_at: now });
+        self.waiting.insert(self.first + self.begun, Unanswered { meta, bytes, begun_at: now });
         self.bytes += bytes;
         self.begun += 1;
     }
@@ -54,7 +54,7 @@ impl<M> Gather<M> {
     /// Records the reply to the task with this number. False: the task is unknown, or it was answered before.
     /// The latter happens because the service is at-least-once and may repeat replies.
     pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
-        let Some(Waiting { meta, bytes, .. }) = self.waiting.remove(&number) else { return false };
+        let Some(Unanswered { meta, bytes, .. }) = self.waiting.remove(&number) else { return false };
         self.bytes -= bytes;
         self.answered.insert(number, Answered { number, meta, reply, at });
         true

@@ -54,7 +54,7 @@ const STALLED_AFTER: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
 const MIN_PUBLISH_TIME: Duration = Duration::from_secs(1);
 /// How long a task with no time left may wait for the trial of its reply queue.
-const PROBE_TIME: Duration = Duration::from_secs(5);
+const TRIAL_TIME: Duration = Duration::from_secs(5);
 /// How long finished results are still published once the worker hands tasks back.
 const PUBLISH_GRACE: Duration = Duration::from_secs(4);
 /// How often a waiting publish checks whether the broker accepts messages.
@@ -202,7 +202,7 @@ impl Settlement {
             // The header with the time of the first put-off comes with the message, so a requester can set it. Without
             // this limit, a task with an old time would be put off again and again for as long as the trial takes.
             let may_wait_for_trial = is_on_trial
-                && self.time_since_first_put_off(accepted) < self.queue_timeouts.requester + PROBE_TIME;
+                && self.time_since_first_put_off(accepted) < self.queue_timeouts.requester + TRIAL_TIME;
             ReplyQueueBlocked { queue: queue.to_owned(), time_left, may_wait_for_trial }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
