@@ -32,7 +32,7 @@ use self::breaker::Admission;
 use self::counting::Answered;
 use self::follow::{DeadLettering, Next, Publication, PublishOutcome, Reply, next_step};
 use self::outcome::{Disposition, Tries, disposition, longest_delay};
-use self::publishing::{Destination, Owner};
+use self::publishing::{Destination, QueueOwner};
 use super::WorkerError;
 use super::report::{Counters, Traced};
 use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
@@ -322,7 +322,7 @@ impl Settlement {
         let message =
             Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline, SystemTime::now())));
         let queue = self.queues.returns_to(accepted.delivery.source);
-        let to = Destination { queue, delay: Some(delay), owner: Owner::Pool };
+        let to = Destination { queue, delay: Some(delay), owner: QueueOwner::Pool };
         let sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Confirmed {
             accepted.traced.retried(error);
@@ -354,7 +354,7 @@ impl Settlement {
         let since = waits_for_queue.then(|| task.put_off_since(now));
         let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline, now)));
         let queue = self.queues.returns_to(accepted.delivery.source);
-        let to = Destination { queue, delay: Some(delay), owner: Owner::Pool };
+        let to = Destination { queue, delay: Some(delay), owner: QueueOwner::Pool };
         let mut sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
             sent = self.publish_in_time(accepted, to, &message).await?;
@@ -437,7 +437,7 @@ impl Settlement {
         dead_lettering: DeadLettering,
     ) -> Result<Next, WorkerError> {
         let (task, attempt) = (&accepted.task, accepted.attempt());
-        let owner = if self.is_pool_reply_queue(queue) { Owner::Pool } else { Owner::Requester };
+        let owner = if self.is_pool_reply_queue(queue) { QueueOwner::Pool } else { QueueOwner::Requester };
         let error = body.as_ref().err().copied();
         accepted.traced.answered(error);
         let message = accepted.traced.propagate_in(reply(task, body, timings, &self.worker_info, attempt));
@@ -459,12 +459,12 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         mut reply: Reply<'_>,
-        owner: Owner,
+        owner: QueueOwner,
         message: Message,
     ) -> Result<Next, WorkerError> {
         let to = Destination { queue: reply.queue, delay: None, owner };
         let sent = self.publish_in_time(accepted, to, &Arc::new(message)).await?;
-        if owner == Owner::Requester && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
+        if owner == QueueOwner::Requester && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
         {
             self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }
