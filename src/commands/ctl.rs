@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlCommand};
-use crate::client::fleet::{Control, FleetError, Gather};
+use crate::client::fleet::{Control, FleetError, AnswerWait};
 use crate::commands::exits::ExitsWith as _;
 use crate::protocol::admin::{Answer, ControlRequest, SlotReport, State, Target};
 use crate::protocol::shorten;
@@ -49,8 +49,8 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             _ => None,
         });
         let gather = match (arguments.timeout, expected) {
-            (None, None) => Gather::UntilQuiet,
-            (_, expected) => Gather::Expected(expected.unwrap_or(usize::MAX)),
+            (None, None) => AnswerWait::UntilQuiet,
+            (_, expected) => AnswerWait::Expected(expected.unwrap_or(usize::MAX)),
         };
         let answers = control.request(&target, &request, deadline, gather).await;
         let mut answers = answers.map_err(with_exit)?;
@@ -122,7 +122,7 @@ async fn wait_for(
     loop {
         let next_ping = deadline.min(Instant::now() + PING_INTERVAL);
         let ping_deadline = Instant::now() + PING_TIMEOUT;
-        let pinged = control.request(target, &ControlRequest::Ping, ping_deadline, Gather::Expected(answers.len()));
+        let pinged = control.request(target, &ControlRequest::Ping, ping_deadline, AnswerWait::Expected(answers.len()));
         let current = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = current.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {

@@ -46,7 +46,7 @@ pub(crate) enum FleetError {
 
 /// How long answers are gathered.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Gather {
+pub(crate) enum AnswerWait {
     /// Until no more are expected: the wait for each further answer depends on how long the first one took.
     UntilQuiet,
     /// For the whole time, or until there are this many.
@@ -79,7 +79,7 @@ impl Control {
         target: &Target,
         request: &ControlRequest,
         until: Instant,
-        gather: Gather,
+        wait: AnswerWait,
     ) -> Result<Vec<Answer>, FleetError> {
         let requested_at = Instant::now();
         let (mut first_took, mut quiet_at) = (None, until);
@@ -102,13 +102,13 @@ impl Control {
             }
             Err(error) => return Err(error.into()),
         }
-        let expected = if let Gather::Expected(count) = gather { count } else { usize::MAX };
+        let expected = if let AnswerWait::Expected(count) = wait { count } else { usize::MAX };
         while answers.len() < expected {
             let Ok(next) = tokio::time::timeout_at(quiet_at, self.client.next()).await else { break };
             let message = next.ok_or(FleetError::Lost)?;
             // Late answers to earlier requests are ignored.
             if message.properties.correlation_id.as_ref() == Some(&id) {
-                if gather == Gather::UntilQuiet {
+                if wait == AnswerWait::UntilQuiet {
                     let took = *first_took.get_or_insert_with(|| requested_at.elapsed());
                     quiet_at = until.min(Instant::now() + quiet_timeout(took));
                 }

@@ -15,7 +15,7 @@ mod tests;
 #[cfg(feature = "top")]
 mod watch;
 
-pub(crate) use control::{Control, FleetError, Gather};
+pub(crate) use control::{Control, FleetError, AnswerWait};
 #[cfg(feature = "top")]
 pub(crate) use history::{History, Key, Slot};
 #[cfg(feature = "top")]

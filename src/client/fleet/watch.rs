@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::control::{Control, FleetError, Gather};
+use super::control::{Control, FleetError, AnswerWait};
 use super::history::{Queues, REMEMBERED, Snapshot};
 use super::pools::PoolQueues;
 use crate::config::Settings;
@@ -111,7 +111,7 @@ impl Watch {
         };
         let until = Instant::now() + ROUND_TIMEOUT;
         let answers =
-            control.request(&Target::All, &ControlRequest::Stats, until, Gather::Expected(expected)).await?;
+            control.request(&Target::All, &ControlRequest::Stats, until, AnswerWait::Expected(expected)).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would
@@ -152,7 +152,7 @@ impl Watch {
             return Ok("the broker is not connected now".to_owned());
         };
         let answers =
-            control.request(target, request, Instant::now() + ORDER_TIMEOUT, Gather::Expected(1)).await?;
+            control.request(target, request, Instant::now() + ORDER_TIMEOUT, AnswerWait::Expected(1)).await?;
         let key = target.routing_key();
         let Some(answer) = answers.into_iter().next() else {
             return Ok(format!("nobody has answered for {key:?}"));
