@@ -6,7 +6,7 @@ use futures_util::FutureExt as _;
 
 use super::remote::{ControlledLauncher, ORDER_TIMEOUT, send_answer};
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event};
-use crate::protocol::admin::{Answer, CANCEL, ControlRequest, Target};
+use crate::protocol::admin::{LauncherAnswer, CANCEL, ControlRequest, Target};
 use crate::protocol::control::{Cancellation, MAX_CANCELLATIONS};
 
 /// Serves cancellations until the broker refuses the connection or is unreachable for too long.
@@ -28,7 +28,7 @@ pub async fn cancellations(
                         // Only logged ones are answered: an answer to each of a flood would take longer than the rest.
                         Err(problem) => {
                             if launcher.log_refusal(&problem) {
-                                let answer = Answer { error: Some(problem), ..launcher.identity() };
+                                let answer = LauncherAnswer { error: Some(problem), ..launcher.identity() };
                                 send_answer(&session, &delivery, &answer).await;
                             }
                         }

@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
-use crate::protocol::admin::{Answer, ControlRequest, SlotReport, Target};
+use crate::protocol::admin::{LauncherAnswer, ControlRequest, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 use crate::telemetry::Throttle;
 
@@ -84,7 +84,7 @@ async fn handle_delivery(session: &BrokerSession, launcher: &ControlledLauncher,
     }
 }
 
-pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, answer: &Answer) {
+pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, answer: &LauncherAnswer) {
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
     let message = Arc::new(build_message(&delivery.message, answer));
@@ -94,7 +94,7 @@ pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, an
     }
 }
 
-fn build_message(request: &Message, answer: &Answer) -> Message {
+fn build_message(request: &Message, answer: &LauncherAnswer) -> Message {
     let properties = Properties {
         content_type: Some(JSON.into()),
         correlation_id: request.properties.correlation_id.clone(),
@@ -107,7 +107,7 @@ fn build_message(request: &Message, answer: &Answer) -> Message {
 impl ControlledLauncher {
     /// Carries out a request and returns the answer. None if the request addresses no slot of this launcher, but perhaps
     /// slots of others.
-    async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
+    async fn serve(&self, delivery: &Delivery) -> Option<LauncherAnswer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
         let Some(target) = Target::from_routing_key(key) else {
             return Some(self.refusal(format!(
@@ -194,7 +194,7 @@ impl ControlledLauncher {
         request: &ControlRequest,
         slots: Vec<SlotReport>,
         outcomes: &BTreeMap<String, Outcome>,
-    ) -> Answer {
+    ) -> LauncherAnswer {
         let reports = slots.into_iter().map(|mut report| {
             if *request != ControlRequest::Stats {
                 report.stats = None;
@@ -212,13 +212,13 @@ impl ControlledLauncher {
             }
             report
         });
-        Answer { slots: reports.collect(), ..self.identity() }
+        LauncherAnswer { slots: reports.collect(), ..self.identity() }
     }
 
     /// The answer to a request that is refused.
-    fn refusal(&self, message: String) -> Answer {
+    fn refusal(&self, message: String) -> LauncherAnswer {
         self.log_refusal(&message);
-        Answer { error: Some(message), ..self.identity() }
+        LauncherAnswer { error: Some(message), ..self.identity() }
     }
 
     /// Logs that a request is refused. Returns false if the line is held back, because there were others.
@@ -231,14 +231,14 @@ impl ControlledLauncher {
     }
 
     /// An answer that names this launcher, and no slots.
-    pub(super) fn identity(&self) -> Answer {
-        Answer {
+    pub(super) fn identity(&self) -> LauncherAnswer {
+        LauncherAnswer {
             launcher: self.name.clone(),
             host: self.host.clone(),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ms: self.board.uptime().as_millis() as u64,
-            ..Answer::default()
+            ..LauncherAnswer::default()
         }
     }
 }

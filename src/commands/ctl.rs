@@ -13,7 +13,7 @@ use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlCommand};
 use crate::client::fleet::{Control, FleetError, AnswerWait};
 use crate::commands::exits::ExitsWith as _;
-use crate::protocol::admin::{Answer, ControlRequest, SlotReport, State, Target};
+use crate::protocol::admin::{LauncherAnswer, ControlRequest, SlotReport, State, Target};
 use crate::protocol::shorten;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
@@ -99,7 +99,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
 }
 
 /// How many tasks were cancelled. None if no launcher reports it, as in older versions.
-fn cancelled(answers: &[Answer]) -> Option<u64> {
+fn cancelled(answers: &[LauncherAnswer]) -> Option<u64> {
     let slots = answers.iter().flat_map(|answer| &answer.slots);
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
@@ -112,7 +112,7 @@ async fn wait_for(
     control: &mut Control,
     target: &Target,
     order: &ControlRequest,
-    answers: &mut [Answer],
+    answers: &mut [LauncherAnswer],
     limit: Duration,
 ) -> anyhow::Result<()> {
     let deadline = Instant::now() + limit;
@@ -151,7 +151,7 @@ async fn wait_for(
 
 /// Replaces the states in `answers` by the current ones. A slot without a report is shown as stopped: its launcher has
 /// ended, or does not answer.
-fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
+fn set_current_states(answers: &mut [LauncherAnswer], current: &[LauncherAnswer]) {
     for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
         // `done` says that the slot has begun to carry out the order. By now it has finished.
         slot.done = None;
@@ -194,14 +194,14 @@ pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
     }
 }
 
-fn print_answers(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
+fn print_answers(answers: &[LauncherAnswer], arguments: &Ctl) -> anyhow::Result<()> {
     let mut text = String::new();
     for answer in answers {
         if arguments.json {
             let _ = writeln!(text, "{}", json_of(answer)?);
             continue;
         }
-        let Answer { launcher, host, pid, version, uptime_ms, .. } = answer;
+        let LauncherAnswer { launcher, host, pid, version, uptime_ms, .. } = answer;
         let host = if launcher == host { String::new() } else { format!(" on {host}") };
         let up = span(*uptime_ms);
         let _ = writeln!(text, "{launcher}{host}  process {pid}, sconce {version}, up {up}");
@@ -315,7 +315,7 @@ fn state_and_failure(slot: &SlotReport) -> String {
 }
 
 /// An answer as JSON, in which histograms have names and bounds, and durations are in seconds.
-fn json_of(answer: &Answer) -> anyhow::Result<Json> {
+fn json_of(answer: &LauncherAnswer) -> anyhow::Result<Json> {
     let mut json = serde_json::to_value(answer)?;
     let reports = json.get_mut("slots").and_then(Json::as_array_mut).into_iter().flatten();
     for (report, slot) in reports.zip(&answer.slots) {
@@ -374,7 +374,7 @@ mod tests {
             done: Some("restarting".to_owned()),
             ..SlotReport::default()
         };
-        let answer = |slots| Answer { slots, ..Answer::default() };
+        let answer = |slots| LauncherAnswer { slots, ..LauncherAnswer::default() };
         let mut answers =
             [answer(vec![slot("a/x/0", State::Ready, Some(1)), slot("a/x/1", State::Ready, Some(2))])];
         let current = [answer(vec![slot("a/x/0", State::Busy, Some(3))])];
@@ -388,7 +388,7 @@ mod tests {
     fn cancelled_tasks_are_counted_if_any_launcher_reports_them() {
         let answer = |cancelled| {
             let slot = SlotReport { cancelled, ..SlotReport::default() };
-            Answer { slots: vec![slot], ..Answer::default() }
+            LauncherAnswer { slots: vec![slot], ..LauncherAnswer::default() }
         };
         assert_eq!(cancelled(&[answer(Some(0)), answer(Some(1)), answer(None)]), Some(1));
         assert_eq!(cancelled(&[answer(Some(0)), answer(None)]), Some(0));

@@ -250,7 +250,7 @@ impl SlotReport {
 /// A launcher's answer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Answer {
+pub struct LauncherAnswer {
     /// The launcher's name.
     pub launcher: String,
     /// Its host.

@@ -12,7 +12,7 @@ use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::broker::{BrokerError, Published};
 use crate::config::Settings;
-use crate::protocol::admin::{Answer, CANCEL, ControlRequest, Target};
+use crate::protocol::admin::{LauncherAnswer, CANCEL, ControlRequest, Target};
 use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
 use crate::protocol::{Headers, Properties};
 
@@ -80,14 +80,14 @@ impl Control {
         request: &ControlRequest,
         until: Instant,
         wait: AnswerWait,
-    ) -> Result<Vec<Answer>, FleetError> {
+    ) -> Result<Vec<LauncherAnswer>, FleetError> {
         let requested_at = Instant::now();
         let (mut first_took, mut quiet_at) = (None, until);
         let id = uuid::Uuid::new_v4().to_string();
         let expires = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         // A request holds only strings and numbers, so serializing it cannot fail.
         let body = serde_json::to_vec(request).unwrap_or_default();
-        let mut answers: Vec<Answer> = Vec::new();
+        let mut answers: Vec<LauncherAnswer> = Vec::new();
         match self.client.publish_request(&target.routing_key(), &body, &id, expires).await {
             // No launcher is bound to this routing key.
             Ok(Published::Unroutable) => return Ok(answers),
@@ -181,8 +181,8 @@ impl Control {
 }
 
 /// Stands for the answer of an unknown launcher: one that cannot be parsed, or that will not come.
-fn failed(problem: String) -> Answer {
-    Answer { host: "unknown".to_owned(), error: Some(problem), ..Answer::default() }
+fn failed(problem: String) -> LauncherAnswer {
+    LauncherAnswer { host: "unknown".to_owned(), error: Some(problem), ..LauncherAnswer::default() }
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::rates::Rates;
 use crate::broker::amqp::QueueDepth;
-use crate::protocol::admin::{Answer, SlotReport, State};
+use crate::protocol::admin::{LauncherAnswer, SlotReport, State};
 use crate::protocol::stats::Stats;
 
 /// How long the slots of a launcher that stopped answering are shown.
@@ -25,7 +25,7 @@ pub(crate) struct Snapshot {
     pub(crate) at: Instant,
     /// The same time, in milliseconds since 1970.
     pub(crate) wall_ms: u64,
-    pub(crate) answers: Vec<Answer>,
+    pub(crate) answers: Vec<LauncherAnswer>,
     pub(crate) queues: Queues,
 }
 
