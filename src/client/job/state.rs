@@ -16,7 +16,7 @@ use super::read::Unit;
 use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
 use crate::client::batch_file::{CommonFields, ErrorCounts, ResumePoint, Rows};
-use crate::client::tally::{Report, Tally};
+use crate::client::tally::{RunReport, Tally};
 use crate::client::{self, ClientTask, TaskMessage};
 use crate::protocol::Message;
 use crate::protocol::control::new_run_id;
@@ -285,7 +285,7 @@ impl Job {
     }
 
     /// What this run has measured, for a pool of this name.
-    pub(crate) fn report(&mut self, pool: &str) -> Report {
+    pub(crate) fn report(&mut self, pool: &str) -> RunReport {
         self.tally.report(pool, self.errors, &self.output_errors)
     }
 
