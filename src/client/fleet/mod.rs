@@ -17,7 +17,7 @@ mod watch;
 
 pub(crate) use control::{Control, FleetError, AnswerWait};
 #[cfg(feature = "top")]
-pub(crate) use history::{History, Key, Slot};
+pub(crate) use history::{History, SlotKey, SlotHistory};
 #[cfg(feature = "top")]
 pub(crate) use pools::{Depth, PoolQueues, Total, totals};
 #[cfg(feature = "top")]
