@@ -5,7 +5,7 @@
 use futures_util::FutureExt as _;
 
 use super::remote::{ControlledLauncher, ORDER_TIMEOUT, send_answer};
-use crate::broker::{BrokerError, BrokerSession, Delivery, Event};
+use crate::broker::{BrokerError, BrokerSession, Delivery, ConsumerEvent};
 use crate::protocol::admin::{LauncherAnswer, CANCEL, ControlRequest, Target};
 use crate::protocol::control::{Cancellation, MAX_CANCELLATIONS};
 
@@ -22,7 +22,7 @@ pub async fn cancellations(
         let (mut deliveries, mut accepted) = (Vec::new(), Vec::new());
         while let Some(event) = next.take() {
             match event {
-                Event::Delivery(delivery) => {
+                ConsumerEvent::Delivery(delivery) => {
                     match cancellation(&delivery) {
                         Ok(cancellation) => accepted.push(cancellation),
                         // Only logged ones are answered: an answer to each of a flood would take longer than the rest.
@@ -35,8 +35,8 @@ pub async fn cancellations(
                     }
                     deliveries.push(delivery.delivery_tag);
                 }
-                Event::Lost { .. } => deliveries.clear(),
-                Event::End => return Ok(()),
+                ConsumerEvent::Lost { .. } => deliveries.clear(),
+                ConsumerEvent::End => return Ok(()),
             }
             if deliveries.len() < MAX_CANCELLATIONS {
                 next = session.consumer.next().now_or_never().transpose()?;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
+use crate::broker::{BrokerError, BrokerSession, Delivery, ConsumerEvent, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{LauncherAnswer, ControlRequest, SlotReport, Target};
@@ -60,7 +60,7 @@ pub struct ControlledLauncher {
 pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) -> Result<(), BrokerError> {
     loop {
         match session.consumer.next().await? {
-            Event::Delivery(delivery) => {
+            ConsumerEvent::Delivery(delivery) => {
                 // A request may shut this launcher down. The shutdown waits for this permit, so that the answer is sent
                 // first.
                 let _permit = launcher.answer_permit.acquire().await;
@@ -69,8 +69,8 @@ pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) 
                 // expire.
                 session.acker.ack(delivery.delivery_tag).await;
             }
-            Event::Lost { .. } => {}
-            Event::End => return Ok(()),
+            ConsumerEvent::Lost { .. } => {}
+            ConsumerEvent::End => return Ok(()),
         }
     }
 }

@@ -30,7 +30,7 @@ use crate::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
 };
 use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher,
+    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, ConsumerEvent, Published, Publisher,
     QueueState,
 };
 use crate::config::Broker;
@@ -483,12 +483,12 @@ async fn next_burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery
     let mut event = Some(consumer.next().await?);
     while let Some(received) = event {
         match received {
-            Event::Delivery(delivery) => {
+            ConsumerEvent::Delivery(delivery) => {
                 unacked.push(delivery.delivery_tag);
                 deliveries.push(*delivery);
             }
-            Event::Lost { .. } if *is_durable => {}
-            Event::Lost { .. } | Event::End => return Ok(None),
+            ConsumerEvent::Lost { .. } if *is_durable => {}
+            ConsumerEvent::Lost { .. } | ConsumerEvent::End => return Ok(None),
         }
         event = if deliveries.len() < MAX_BURST { consumer.next().now_or_never().transpose()? } else { None };
     }

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use super::socket::Incoming;
 use super::{Connection, SESSION, unreachable_queue};
 use crate::broker::embedded::wire::{WorkerHead, LauncherHead};
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, Source};
+use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, ConsumerEvent, Source};
 use crate::protocol::Message;
 
 /// One subscription over the shared connection.
@@ -44,12 +44,12 @@ impl SocketConsumer {
 }
 
 impl Consumer for SocketConsumer {
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
+    fn next(&mut self) -> BoxFuture<'_, Result<ConsumerEvent, BrokerError>> {
         async move {
             while !self.ended {
                 match self.incoming.recv().await {
                     Some(Ok((LauncherHead::Deliver { tag, redelivered, delivery_count, properties }, body))) => {
-                        return Ok(Event::Delivery(Box::new(Delivery {
+                        return Ok(ConsumerEvent::Delivery(Box::new(Delivery {
                             message: Message { properties: *properties, body },
                             delivery_tag: DeliveryTag { source: Source::FIRST, session: SESSION, tag },
                             routing_key: None,
@@ -63,7 +63,7 @@ impl Consumer for SocketConsumer {
                     None => return Err(self.connection.closed_error()),
                 }
             }
-            Ok(Event::End)
+            Ok(ConsumerEvent::End)
         }
         .boxed()
     }
