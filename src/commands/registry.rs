@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, ConfigError, Dtype, Loaded, OptionProblem, Pool, Settings, check_options};
+use crate::config::{Assignment, ConfigError, Dtype, LoadedSettings, OptionProblem, Pool, Settings, check_options};
 use crate::engine::{Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Description, Family, Sample};
@@ -195,7 +195,7 @@ impl Registry {
         &self,
         settings: &cli::Settings,
         flags: &[(String, String)],
-    ) -> Result<Loaded, ConfigError> {
+    ) -> Result<LoadedSettings, ConfigError> {
         let mut loaded = super::load(settings, flags)?;
         self.resolve_folders(&mut loaded);
         let pools = loaded.settings.pools.iter().enumerate();
@@ -209,7 +209,7 @@ impl Registry {
     /// Replaces each pool's `model` by the full path of the folder or file that it names. Leaves the names of
     /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub, and
     /// `has_default_name`.
-    pub(super) fn resolve_folders(&self, loaded: &mut Loaded) {
+    pub(super) fn resolve_folders(&self, loaded: &mut LoadedSettings) {
         for index in 0..loaded.settings.pools.len() {
             loaded.settings.pools[index].has_default_name = loaded.has_default_name(index);
             let Some(folder) = loaded.model_folder(index) else { continue };

@@ -54,7 +54,7 @@ pub use settings::{
 
 /// Validated settings, and their origins.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Loaded {
+pub struct LoadedSettings {
     /// The validated settings.
     pub settings: Settings,
     /// The settings as TOML, each with a comment that gives its origin; secrets masked.
@@ -65,7 +65,7 @@ pub struct Loaded {
     origins: BTreeMap<String, String>,
 }
 
-impl Loaded {
+impl LoadedSettings {
     /// The settings in which `later` differs, each with its new value; secrets masked.
     pub fn changes(&self, later: &Self) -> Vec<String> {
         self.values.changes(&later.values)
@@ -148,7 +148,7 @@ pub fn load(
     files: &[PathBuf],
     environment: impl IntoIterator<Item = (String, String)>,
     flags: &[(String, String)],
-) -> Result<Loaded, ConfigError> {
+) -> Result<LoadedSettings, ConfigError> {
     let (merged, unknown_keys) =
         layers::merge(&default_file(), files, environment, flags).map_err(ConfigError::new)?;
     let mut report = read::Report::default();
@@ -157,7 +157,7 @@ pub fn load(
     match settings {
         Some(settings) if report.problems.is_empty() => {
             let values = effective::Effective::of(&merged, &settings::outline());
-            let mut loaded = Loaded { settings, effective: values.render(), values, origins: report.origins };
+            let mut loaded = LoadedSettings { settings, effective: values.render(), values, origins: report.origins };
             loaded.resolve_python();
             Ok(loaded)
         }
