@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::{Settings, duration};
+use super::{SettingsArguments, duration};
 use crate::protocol::admin::{ControlRequest, Target};
 use crate::protocol::control::Cancellation;
 
@@ -37,7 +37,7 @@ Asks the launcher at admin.listen, as a probe of a container runtime would. The 
 pub struct Ctl {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Every slot of every launcher; the default for ping, stats, active and cancel
     #[arg(long, global = true)]
     pub all: bool,
@@ -154,7 +154,7 @@ impl Ctl {
 pub struct Top {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// How often launchers are queried
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = duration)]
     pub every: Duration,
@@ -165,7 +165,7 @@ pub struct Top {
 pub struct Healthcheck {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Ask whether it is alive: no worker is stuck
     #[arg(long, conflicts_with = "startup")]
     pub live: bool,

@@ -193,7 +193,7 @@ impl Registry {
     /// The operator must change the settings.
     pub(super) fn load(
         &self,
-        settings: &cli::Settings,
+        settings: &cli::SettingsArguments,
         flags: &[(String, String)],
     ) -> Result<LoadedSettings, ConfigError> {
         let mut loaded = super::load(settings, flags)?;
