@@ -125,7 +125,7 @@ impl Slot {
                 worker.monitor.on_probation = true;
                 *successor = Some(Successor { worker, replacement });
             }
-            Err(refusal) => self.give_up_successor(replacement, &refusal.to_string()),
+            Err(error) => self.give_up_successor(replacement, &error.to_string()),
         }
     }
 

@@ -13,7 +13,7 @@ use super::replace::successor_event;
 use super::restart::{RestartReason, Verdict, judge};
 use super::slot_state::{NextAction, Replacement, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
-use super::worker_handle::{Refusal, WorkerHandle};
+use super::worker_handle::{SpawnError, WorkerHandle};
 use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
 use crate::protocol::admin::{ControlRequest, State};
 use crate::protocol::control::Command;
@@ -209,7 +209,7 @@ impl Slot {
         let mut current =
             match WorkerHandle::spawn(&context, assignment, records, &self.overrides, false).await {
                 Ok(current) => current,
-                Err(refusal) => return (self.refused_exit(refusal, suspects), NextAction::Judge),
+                Err(error) => return (self.refused_exit(error, suspects), NextAction::Judge),
             };
         current.monitor.inherit(suspects);
         if self.probation.is_some() {
@@ -362,10 +362,10 @@ impl Slot {
     }
 
     /// The exit that stands for a worker that could not be started.
-    fn refused_exit(&self, refusal: Refusal, suspects: Option<SuspectTasks>) -> WorkerExit {
-        tracing::error!(slot = self.assignment.slot, reason = %refusal, "no worker was started");
+    fn refused_exit(&self, error: SpawnError, suspects: Option<SuspectTasks>) -> WorkerExit {
+        tracing::error!(slot = self.assignment.slot, reason = %error, "no worker was started");
         let mut monitor = WorkerMonitor::new(suspects);
-        if let Refusal::Device(device_fault) = refusal {
+        if let SpawnError::Device(device_fault) = error {
             monitor.circumstances.fault = Some(Fault::Device(device_fault));
         }
         monitor.end(None, &self.context, &self.assignment)

@@ -36,10 +36,10 @@ pub(super) struct Overrides {
 
 /// Why a worker was not started.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Refusal {
+pub(super) enum SpawnError {
     /// The program cannot be started.
     #[error("cannot spawn {program}: {error}")]
-    Spawn { program: String, error: io::Error },
+    Program { program: String, error: io::Error },
     /// Its device has failed.
     #[error("the device is out of order: {}", .0.message)]
     Device(DeviceFault),
@@ -90,12 +90,12 @@ impl WorkerHandle {
         crash_records: Vec<CrashRecord>,
         overrides: &Overrides,
         is_successor: bool,
-    ) -> Result<Self, Refusal> {
+    ) -> Result<Self, SpawnError> {
         context.device_health.start_listening(&assignment.device);
         // Subscribes before the driver's state is read, so that no later fault is missed.
         let device_watch = context.device_health.device_watch(&assignment.device);
         if let Some(device_fault) = context.device_health.blocking_fault(&assignment.device) {
-            return Err(Refusal::Device(device_fault));
+            return Err(SpawnError::Device(device_fault));
         }
         let sharers = context.board.slots_on(&assignment.device) + usize::from(is_successor);
         let broker_reached = context.has_reached(&assignment.broker);
@@ -112,7 +112,7 @@ impl WorkerHandle {
         .await;
         let mut process = spawned.map_err(|error| {
             let program = context.program.display().to_string();
-            Refusal::Spawn { program, error }
+            SpawnError::Program { program, error }
         })?;
         if let Some(filter) = &overrides.log_filter {
             process.send(&Command::LogLevel { filter: filter.clone() }).await;
