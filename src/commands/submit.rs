@@ -238,7 +238,8 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     let of_total = job.total().map(|total| format!(" of {total}")).unwrap_or_default();
     let (now, failed) = (written - before, errors.total());
     let mut summary = format!("{now}{of_total} rows answered now, {before} before; {failed} with an error\n");
-    summary += &batch_errors::summary(&job.remarks(), job.names_errors(), errors, job.truncated());
+    let results = job.results();
+    summary += &batch_errors::summary(&results.remarks(), results.names_errors(), errors, job.truncated());
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(

@@ -117,7 +117,7 @@ impl Gpus {
         } else {
             return Err("a device is \"cpu\", \"cuda:0\", \"GPU-…\" or \"MIG-…\"".to_owned());
         };
-        match self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid)) {
+        match self.gpu_of(uuid) {
             Some(Gpu { fault: Some(fault), .. }) => Err(format!("the driver says: {fault}")),
             Some(Gpu { parts: Some(parts), uuid: whole, .. }) if whole == uuid => Err(match parts[..] {
                 [] => format!("{WITHOUT_PARTS}: make some (nvidia-smi mig -cgi … -C), or end MIG (-mig 0)"),

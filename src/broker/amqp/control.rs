@@ -75,20 +75,12 @@ impl ControlClient {
         self.publish(routing_key, &properties, body).await
     }
 
-    /// Publishes a message without a body, which requests no answer.
+    /// Publishes a message, with the outcomes of [`publish_request`](Self::publish_request).
     ///
     /// # Errors
-    /// As [`publish_request`](Self::publish_request).
-    pub async fn publish_notice(
-        &self,
-        routing_key: &str,
-        properties: &Properties,
-    ) -> Result<Published, BrokerError> {
-        self.publish(routing_key, properties, &[]).await
-    }
-
+    /// The broker refuses or is lost, or there is no such exchange.
     #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
-    async fn publish(
+    pub async fn publish(
         &self,
         routing_key: &str,
         properties: &Properties,

@@ -144,7 +144,7 @@ impl Control {
         let published = stream::iter(cancellations)
             .map(|properties| {
                 let key = &key;
-                async move { client.publish_notice(key, &properties).await }
+                async move { client.publish(key, &properties, &[]).await }
             })
             .buffer_unordered(MAX_CANCELLING);
         let confirmed = published.try_fold(0, |count, published| async move {

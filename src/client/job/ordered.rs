@@ -20,7 +20,7 @@ pub(super) const MAX_WAITING: usize = 500_000;
 
 /// An output whose lines arrive in any order.
 pub(super) struct Ordered {
-    results: Results,
+    pub(super) results: Results,
     /// Why results were not written, though their lines have one; until the job counts them.
     failed: Vec<OutputError>,
     folder: PathBuf,
@@ -105,24 +105,6 @@ impl Ordered {
     /// Why results were not written since the last call, though their lines have one.
     pub(super) fn take_failed(&mut self) -> Vec<OutputError> {
         std::mem::take(&mut self.failed)
-    }
-
-    /// What is to be said of single results.
-    pub(super) fn remarks(&self) -> Vec<String> {
-        self.results.remarks()
-    }
-
-    /// Whether the remarks name each error.
-    pub(super) fn names_errors(&self) -> bool {
-        self.results.names_errors()
-    }
-
-    /// Flushes the results to the disk. `is_complete`: all rows are answered.
-    ///
-    /// # Errors
-    /// The file system's.
-    pub(super) fn sync(&mut self, is_complete: bool) -> io::Result<()> {
-        self.results.sync(is_complete)
     }
 
     /// Keeps a line until its turn: in memory if there is room, otherwise on disk.

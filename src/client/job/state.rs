@@ -15,7 +15,7 @@ use super::ordered::{MAX_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
-use crate::client::batch_file::{CommonFields, ErrorCounts, ResumePoint, Rows};
+use crate::client::batch_file::{CommonFields, ErrorCounts, Results, ResumePoint, Rows};
 use crate::client::tally::{RunReport, Tally};
 use crate::client::{self, ClientTask, TaskMessage};
 use crate::protocol::Message;
@@ -294,14 +294,9 @@ impl Job {
         self.tally.truncated()
     }
 
-    /// What is to be said of single results that are in no output line.
-    pub(crate) fn remarks(&self) -> Vec<String> {
-        self.ordered.remarks()
-    }
-
-    /// Whether the remarks name each error.
-    pub(crate) fn names_errors(&self) -> bool {
-        self.ordered.names_errors()
+    /// The output.
+    pub(crate) fn results(&self) -> &Results {
+        &self.ordered.results
     }
 
     /// Flushes the output to the disk.
@@ -309,7 +304,7 @@ impl Job {
     /// # Errors
     /// The output cannot be written.
     pub(crate) fn sync(&mut self) -> Result<(), JobError> {
-        self.ordered.sync(self.is_complete()).map_err(JobError::Output)
+        self.ordered.results.sync(self.is_complete()).map_err(JobError::Output)
     }
 }
 
