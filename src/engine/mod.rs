@@ -258,10 +258,19 @@ pub struct EndedPass<'a> {
     pub pass: Pass,
     /// The tasks of its inputs, each listed once.
     pub tasks: &'a [Arc<TaskState>],
-    /// For sequences: the tokens that are reserved for the running ones, and the maximum that can be reserved.
-    pub reserved: Option<(usize, usize)>,
+    /// Only for sequences.
+    pub reserved: Option<ReservedTokens>,
     /// Why the device failed in this pass, if it did.
     pub fault: Option<&'a str>,
+}
+
+/// The tokens of keys and values that are reserved for running sequences.
+#[derive(Clone, Copy, Debug)]
+pub struct ReservedTokens {
+    /// Tokens that are reserved now.
+    pub now: usize,
+    /// The most tokens that can be reserved.
+    pub max: usize,
 }
 
 /// What an engine is started with.
