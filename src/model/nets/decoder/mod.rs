@@ -14,7 +14,7 @@ pub mod rope;
 
 pub use host::{Decoder, RouterFaults, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
-pub use one_pass::{Formats, OnePassDecoder};
+pub use one_pass::{ProductFormats, OnePassDecoder};
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::packed_cache::PackedCache;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, NumberFormat, RowFormat};
@@ -191,8 +191,8 @@ impl DecoderWeights {
         format: NumberFormat,
     ) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
-        let precision = Precision { matrices: format, ..Precision::F32 };
-        let read = |base| Weights::read(&paths, base, "embed_tokens.weight", &Device::Cpu, precision);
+        let formats = NumberFormats { matrices: format, ..NumberFormats::F32 };
+        let read = |base| Weights::read(&paths, base, "embed_tokens.weight", &Device::Cpu, formats);
         let mut tensors = read(BASES[0])?;
         for base in &BASES[1..] {
             if tensors.prefix().is_empty() {

@@ -24,7 +24,7 @@ use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{
     CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare_with_f32,
 };
-use crate::model::nets::{check_widths, precision};
+use crate::model::nets::{check_widths, number_formats};
 use crate::model::ops::NumberFormat;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::random::{Seed, seed_of_task};
@@ -143,7 +143,7 @@ fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
 
 /// Checks that the device can compute in the pool's `dtype`, and returns the number format of matrices on a CPU.
 fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, LoadError> {
-    let precision = precision(spec)?;
+    let formats = number_formats(spec)?;
     let refusal = match spec.dtype {
         _ if spec.device != "cpu" => None,
         Dtype::F32 => None,
@@ -154,7 +154,7 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
         Dtype::Bf16 | Dtype::Int8 => None,
     };
     match refusal {
-        None => Ok(precision.matrices),
+        None => Ok(formats.matrices),
         Some(refusal) => {
             let reason = format!("dtype is {:?}; {refusal}", spec.dtype.name());
             Err(LoadError::Unsupported { model: spec.source.clone(), reason })
@@ -166,7 +166,7 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
 /// other matrices are converted to `dtype`, and compared with f32. For a GPU this calls [`load_onto`].
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or number format that is not
 /// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
     let format = check_dtype(spec, &ModelFiles::locate(&spec.source)?)?;

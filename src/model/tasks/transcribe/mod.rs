@@ -116,7 +116,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 /// Loads a model that recognises speech.
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or number format that is not
 /// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Transcriber), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
