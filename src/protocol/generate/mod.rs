@@ -6,7 +6,7 @@ mod reply;
 mod request;
 
 pub(super) use reply::first_text;
-pub use reply::{Choice, Chunk, Finish, Reply, TokenScore, TopScore, Usage, new_id};
+pub use reply::{Choice, Finish, PartContent, Reply, TokenScore, TopScore, Usage, new_id};
 pub use request::{Api, ChatMessage, Format, GenerateRequest, Prompts, Sampling};
 pub(super) use request::{CHAT, COMPLETIONS};
 
