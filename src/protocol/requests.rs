@@ -46,8 +46,9 @@ const FIELDS: [(&str, &Keys); 15] = [
     (transcriptions::TRANSLATIONS_URL, &transcriptions::KEYS),
 ];
 
-/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a field
-/// that a user gives by hand should have an effect. Of a URL that is not built in, nothing is known.
+/// Checks that requests to `url` may have this field. A pool ignores most unknown fields, because clients send some; a
+/// field that a user gives by hand should have an effect. The fields of a URL that is not built in are not known, and
+/// pass.
 ///
 /// # Errors
 /// A message with the fields that there are.

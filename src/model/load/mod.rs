@@ -186,7 +186,8 @@ impl ModelFiles {
         Ok(found)
     }
 
-    /// The names of the files in a folder of the model, in order. Of a model of the hub only those in the cache.
+    /// The names of the files in a folder of the model, in order. For a model of the hub, only the cached
+    /// files.
     ///
     /// # Errors
     /// As [`optional`](Self::optional).

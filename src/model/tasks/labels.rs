@@ -189,7 +189,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
 pub struct LabelProcessor {
     pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     labels: Labels,
-    /// Of a model of natural language inference, which also takes labels of the request.
+    /// For a model of natural language inference, which also takes labels of the request.
     entailment: Option<Entailment>,
     names: ServedNames,
     max_inputs: usize,

@@ -165,7 +165,7 @@ pub struct TranscribeContext {
     /// Whether the request wants the times of words.
     wants_word_times: bool,
     announced: Option<Announced>,
-    /// What of the recording was decoded.
+    /// How much of the recording was decoded.
     decoded: Arc<Decoded>,
     /// Whether nothing in the recording says where it ends.
     has_unmarked_end: bool,
