@@ -150,7 +150,7 @@ pub fn check_names(inputs: &[InputFile]) -> Result<(), FileError> {
     refuse(&clashes, "; rename them, or give each its own --output-dir")
 }
 
-/// Refuses what these problems say, if there are any.
+/// An error that lists these problems, if there are any, and ends with the hint.
 fn refuse(problems: &[String], hint: &str) -> Result<(), FileError> {
     if problems.is_empty() {
         return Ok(());
@@ -278,7 +278,7 @@ impl Folder {
         }
         let mut entry = serde_json::to_vec(&Written { file: name.to_owned(), input: stamp.clone() })?;
         entry.push(b'\n');
-        // Before the file: a file that is not listed would never be known as ours.
+        // The list is written before the file: later runs take a file that is not listed for somebody else's.
         self.list.write_all(&entry)?;
         match write_new(&path, &content) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => failed("file_exists", appeared()),
@@ -300,8 +300,8 @@ impl Folder {
         }
     }
 
-    /// What is to be said of the files: why some were not written, and what replies say of their results. What is said of
-    /// several files is one line with their number.
+    /// Remarks on the files: why some were not written, and which errors replies report. The same remark on several files
+    /// is one line with their number.
     pub(super) fn remarks(&self) -> Vec<String> {
         let more = (self.more_remarks > 0).then(|| format!("and {} more messages", self.more_remarks));
         let line = |Remark { message, first, count }: &Remark| match count {

@@ -13,7 +13,7 @@ use super::resume::Claimed;
 use crate::protocol::batch_line::OutputError;
 use crate::protocol::results::{ResultLine, vector_of};
 
-/// The largest number of numbers of a vector.
+/// The maximum length of a vector.
 const MAX_DIMENSIONS: usize = 1 << 16;
 
 /// Length of the header in bytes, which NumPy's format wants to be a multiple of 64. It has room for any shape.
@@ -87,8 +87,8 @@ fn header(rows: u64, dimensions: usize) -> Vec<u8> {
 }
 
 impl Matrix {
-    /// Opens a matrix after its first `rows` rows, whose lines are in `ids`, which is positioned after them. `errors` are
-    /// those of these lines.
+    /// Opens a matrix, to write after its first `rows` rows. `ids` has the lines of these rows, and is positioned after
+    /// them. `errors` are the errors in these lines.
     ///
     /// # Errors
     /// The file system's, or the vectors of these rows are missing.
@@ -129,7 +129,7 @@ impl Matrix {
     pub(super) fn write(&mut self, line: &[u8]) -> io::Result<Option<OutputError>> {
         let parsed = ResultLine::parse(line)?;
         let vector = match parsed.result().map(vector_of) {
-            // It will not be otherwise for the other rows, which need not be computed for that.
+            // The other rows would have no vector either, so they need not be computed.
             Some(Ok(None)) if self.dimensions.is_none() => {
                 let id = parsed.custom_id.as_deref().unwrap_or_default();
                 let problem = format!(
@@ -170,7 +170,7 @@ impl Matrix {
     fn checked(&self, vector: Vec<f32>) -> Result<Vec<f32>, String> {
         match self.dimensions {
             _ if vector.is_empty() => Err("the vector is empty".to_owned()),
-            // Each failed row takes as much on the disk, so that one reply must not decide on gigabytes.
+            // A row without a vector takes as many bytes on the disk, so the first reply must not set a huge length.
             _ if vector.len() > MAX_DIMENSIONS => {
                 Err(format!("the vector has {} numbers; at most {MAX_DIMENSIONS} are written", vector.len()))
             }

@@ -1,5 +1,5 @@
-//! Finds a quote in a CSV file that takes in rows after its own: one that is never closed, or that another quote closes in
-//! the middle of a later row. The CSV reader takes either for a long cell, so that rows would be missing. Holds no text.
+//! Finds a quote in a CSV file that swallows the rows after it: a quote that is never closed, or that is closed in the
+//! middle of a later row. The CSV reader would read either as one long cell, and rows would be missing. Holds no text.
 
 /// What the CSV file has at the byte that is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Quotes {
         Self { state: CellState::Start, line: 1, opened: 1, mark, is_after_return: false }
     }
 
-    /// Reads on.
+    /// Reads the next bytes of the file.
     ///
     /// # Errors
     /// A message that names the line of a quote which takes in several lines and is closed in the middle of a cell.

@@ -33,7 +33,7 @@ use crate::protocol::batch_line::{BatchRequest, InvalidLine, RequestBody, read_o
 use crate::protocol::embeddings;
 use crate::protocol::requests::bodies_of_texts;
 
-/// Rows in memory at a time: a row may have megabytes, and nothing bounds the bytes of several.
+/// The number of rows in memory at a time. A row may have megabytes, and nothing bounds the bytes of several rows.
 const BATCH_ROWS: usize = 1;
 /// The largest number of columns of a CSV file.
 const MAX_COLUMNS: usize = 10_000;
@@ -104,7 +104,7 @@ impl Table {
         read_csv(file).map_err(|error| refused(&error))
     }
 
-    /// The places of the column with the texts and, if there is one, of that with the ids.
+    /// The index of the column with the texts, followed by the index of the column with the ids, if there is one.
     fn columns_in(&self, schema: &Schema) -> Result<Vec<usize>, FileError> {
         let refused = |problem: String| FileError::Refused(format!("{}: {problem}", self.path.display()));
         let names =
@@ -131,7 +131,7 @@ impl Table {
         std::iter::once(index_of(&self.column, false)).chain(ids).collect()
     }
 
-    /// Checks the table, and finds where a run continues whose lines are in `lines`. At most the first `most` lines count.
+    /// Checks the table, and finds where a run continues: after the lines in `lines`, or after the first `most` of them.
     ///
     /// # Errors
     /// The table cannot be read or lacks a column, or the lines are not of this table.
@@ -227,8 +227,8 @@ impl Table {
     }
 }
 
-/// The columns of a CSV file, and its rows in batches of one. Nothing is guessed of what is in a cell, so that "007" stays as
-/// it is. An empty cell is none.
+/// The columns of a CSV file, and its rows in batches of one. All cells are texts, so that "007" stays as it is. An empty
+/// cell is null.
 fn read_csv(file: File) -> Result<(SchemaRef, Batches), csv::Error> {
     let mut reader = csv::Reader::from_reader(file);
     let fields = reader.headers()?.iter().map(|name| {
@@ -271,7 +271,7 @@ fn unread_codec(compression: Compression) -> Option<String> {
     if matches!(compression, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::ZSTD(_)) {
         return None;
     }
-    // The level is behind the name.
+    // The level follows the name, in parentheses.
     compression.to_string().split('(').next().map(str::to_ascii_lowercase)
 }
 
@@ -340,7 +340,7 @@ impl Rows for TableRows {
 /// What a Parquet file is made of once all rows are answered.
 #[derive(Clone, Debug)]
 pub struct Join {
-    /// The input with its columns; none: JSON lines, of which the file has the ids.
+    /// The input with its columns. None: the input is JSON lines, and the file has their ids.
     pub(super) table: Option<Table>,
     /// The matrix and its lines.
     pub(super) matrix: PathBuf,
@@ -403,7 +403,7 @@ impl Join {
             matrix.read_exact(&mut bytes).map_err(FileError::at(self.matrix.display()))?;
             let (numbers, _) = bytes.as_chunks::<4>();
             let numbers: Float32Array = numbers.iter().map(|it| Some(f32::from_le_bytes(*it))).collect();
-            // Without the bitmap of nulls, of which there are none.
+            // This drops the bitmap of nulls, since no number is null.
             let numbers = Float32Array::new(numbers.values().clone(), None);
             let is_valid: NullBuffer = errors.iter().map(Option::is_none).collect::<Vec<_>>().into();
             let vectors = FixedSizeListArray::try_new(
