@@ -135,7 +135,7 @@ impl Target {
     }
 }
 
-named! {
+named_enum! {
     /// What a slot is doing.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]

@@ -13,7 +13,7 @@ use super::{
     token_labels, transcriptions,
 };
 
-named! {
+named_enum! {
     /// The format of a file with a result.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum FileFormat as ending {

@@ -3,7 +3,7 @@
 
 use serde::Deserialize;
 
-named! {
+named_enum! {
     /// How the latents of the next step follow from the network's results.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
     #[serde(rename_all = "lowercase")]
