@@ -16,7 +16,7 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::timeout;
 
 use super::WorkerError;
-use super::cancellations::Waiting;
+use super::cancellations::IntakeEnd;
 use super::pause::Pause;
 use super::report::Traced;
 use super::settle::Accepted;
@@ -79,7 +79,7 @@ pub(super) struct Intake<'a> {
     granted: u16,
     stop: Stop,
     pause: Pause,
-    cancellations: Waiting,
+    cancellations: IntakeEnd,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
     runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
@@ -117,7 +117,7 @@ impl<'a> Intake<'a> {
         consumers: Consumers<'a>,
         stop: Stop,
         pause: Pause,
-        cancellations: Waiting,
+        cancellations: IntakeEnd,
     ) -> Self {
         Self {
             granted: 0,

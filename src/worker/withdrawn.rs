@@ -23,10 +23,10 @@ enum Unwanted {
 /// The jobs and stops that were withdrawn recently. Written by the reader of the launcher's commands, read by the
 /// intake for each task and sentinel. Clones share the list.
 #[derive(Clone, Debug, Default)]
-pub struct Withdrawn(Arc<List>);
+pub struct Withdrawn(Arc<WithdrawnState>);
 
 #[derive(Debug, Default)]
-struct List {
+struct WithdrawnState {
     entries: Mutex<VecDeque<(Unwanted, Instant)>>,
     /// Whether the launcher has yet to send what was withdrawn before the worker started.
     is_incomplete: watch::Sender<bool>,
