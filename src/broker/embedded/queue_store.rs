@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::queue::{ConsumerId, Queue, QueueDelivery, Stats};
+use super::queue::{ConsumerId, Queue, QueueDelivery, QueueCounts};
 use super::wire::LauncherHead;
 use crate::protocol::Message;
 
@@ -153,7 +153,7 @@ impl QueueStore {
     }
 
     /// The number of messages of a queue, by their state; none: the queue does not exist.
-    pub fn stats(&self, queue: &str) -> Option<Stats> {
+    pub fn stats(&self, queue: &str) -> Option<QueueCounts> {
         self.index_by_name.get(queue).map(|index| self.queues.lock()[*index].queue.stats())
     }
 }
