@@ -5,8 +5,8 @@
 use futures_util::FutureExt as _;
 
 use super::remote::{ControlledLauncher, ORDER_TIMEOUT, send_answer};
-use crate::broker::{BrokerError, BrokerSession, Delivery, ConsumerEvent};
-use crate::protocol::admin::{LauncherAnswer, CANCEL, ControlRequest, Target};
+use crate::broker::{BrokerError, BrokerSession, ConsumerEvent, Delivery};
+use crate::protocol::admin::{CANCEL, ControlRequest, LauncherAnswer, Target};
 use crate::protocol::control::{Cancellation, MAX_CANCELLATIONS};
 
 /// Serves cancellations until the broker refuses the connection or is unreachable for too long.

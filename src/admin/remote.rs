@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use crate::broker::{BrokerError, BrokerSession, Delivery, ConsumerEvent, Published};
+use crate::broker::{BrokerError, BrokerSession, ConsumerEvent, Delivery, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
-use crate::protocol::admin::{LauncherAnswer, ControlRequest, SlotReport, Target};
+use crate::protocol::admin::{ControlRequest, LauncherAnswer, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 use crate::telemetry::Throttle;
 
@@ -166,7 +166,8 @@ impl ControlledLauncher {
         request: &ControlRequest,
         target: &Target,
     ) -> Result<BTreeMap<String, Outcome>, String> {
-        if *request == ControlRequest::Stats && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
+        if *request == ControlRequest::Stats
+            && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
         {
             let reported = self.handle.order(target.clone(), ControlRequest::Stats);
             drop(tokio::time::timeout(STATS_TIMEOUT, reported).await);

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 
 use super::{
-    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, ConsumerEvent, PublishFuture,
+    Acker, BrokerError, BrokerSession, Consumer, ConsumerEvent, Delay, Delivery, DeliveryTag, PublishFuture,
     Published, Publisher, QueueState, Source,
 };
 use crate::protocol::Message;

@@ -30,7 +30,7 @@ use crate::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
 };
 use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, ConsumerEvent, Published, Publisher,
+    Acker, BrokerError, BrokerSession, Consumer, ConsumerEvent, Delivery, DeliveryTag, Published, Publisher,
     QueueState,
 };
 use crate::config::Broker;

@@ -11,9 +11,9 @@ use tokio::time::Instant;
 
 use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlCommand};
-use crate::client::fleet::{Control, FleetError, AnswerWait};
+use crate::client::fleet::{AnswerWait, Control, FleetError};
 use crate::commands::exits::ExitsWith as _;
-use crate::protocol::admin::{LauncherAnswer, ControlRequest, SlotReport, State, Target};
+use crate::protocol::admin::{ControlRequest, LauncherAnswer, SlotReport, State, Target};
 use crate::protocol::shorten;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
@@ -122,7 +122,12 @@ async fn wait_for(
     loop {
         let next_ping = deadline.min(Instant::now() + PING_INTERVAL);
         let ping_deadline = Instant::now() + PING_TIMEOUT;
-        let pinged = control.request(target, &ControlRequest::Ping, ping_deadline, AnswerWait::Expected(answers.len()));
+        let pinged = control.request(
+            target,
+            &ControlRequest::Ping,
+            ping_deadline,
+            AnswerWait::Expected(answers.len()),
+        );
         let current = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = current.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {

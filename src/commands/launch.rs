@@ -306,7 +306,13 @@ async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Wit
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.
 /// `initial`: the settings that the launcher started with.
-async fn reload(load: &Load<'_>, initial: &Settings, host: &Host, in_force: &mut LoadedSettings, handle: &Handle) {
+async fn reload(
+    load: &Load<'_>,
+    initial: &Settings,
+    host: &Host,
+    in_force: &mut LoadedSettings,
+    handle: &Handle,
+) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load().map_err(anyhow::Error::from);
     // Not `Registry::plan`, which checks the free memory of devices: the running workers use it. A new worker reports

@@ -84,7 +84,10 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
 }
 
 /// Loads the settings: files, environment, flags.
-fn load(settings: &cli::SettingsArguments, flags: &[(String, String)]) -> Result<LoadedSettings, ConfigError> {
+fn load(
+    settings: &cli::SettingsArguments,
+    flags: &[(String, String)],
+) -> Result<LoadedSettings, ConfigError> {
     let mut files = settings.config.clone();
     if files.is_empty() {
         let paths = std::env::var_os("SCONCE_CONFIG").unwrap_or_default();

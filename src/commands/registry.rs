@@ -11,7 +11,9 @@ use tokio::sync::oneshot;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, ConfigError, Dtype, LoadedSettings, OptionProblem, Pool, Settings, check_options};
+use crate::config::{
+    Assignment, ConfigError, Dtype, LoadedSettings, OptionProblem, Pool, Settings, check_options,
+};
 use crate::engine::{Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Description, Family, Sample};

@@ -11,7 +11,7 @@ use super::{load, pool_named, queue_named, start_logging};
 use crate::broker::amqp::{AmqpPublisher, Connector, QueueDepth, depth_of};
 use crate::broker::{BrokerError, Publisher as _};
 use crate::cli::StopWorkers;
-use crate::client::fleet::{Control, AnswerWait};
+use crate::client::fleet::{AnswerWait, Control};
 use crate::client::publish;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
@@ -142,7 +142,8 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
     }
     let (target, request) = (Target::All, ControlRequest::Cancel(cancellation));
     let deadline = Instant::now() + CONFIRM_TIMEOUT;
-    let answers = control.request(&target, &request, deadline, AnswerWait::UntilQuiet).await.map_err(with_exit);
+    let answers =
+        control.request(&target, &request, deadline, AnswerWait::UntilQuiet).await.map_err(with_exit);
     control.close().await;
     let (refusals, confirmed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());

@@ -538,8 +538,7 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
         let settled = self.settle_rows(rows, outcome, began, pass, &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
-        let reserved =
-            ReservedTokens { now: self.scheduler.reserved(), max: self.queue.capacity.tokens };
+        let reserved = ReservedTokens { now: self.scheduler.reserved(), max: self.queue.capacity.tokens };
         self.observer.pass_ended(&EndedPass {
             began: began_wall,
             took,

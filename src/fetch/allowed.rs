@@ -97,7 +97,11 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
             }
             let key = percent_decode_str(key).decode_utf8();
             let key = key.map_err(|_| "is not UTF-8".to_owned())?.into_owned();
-            Ok(Location::Bucket { bucket: url.host_str().unwrap_or_default().to_owned(), key, allows_private })
+            Ok(Location::Bucket {
+                bucket: url.host_str().unwrap_or_default().to_owned(),
+                key,
+                allows_private,
+            })
         }
     }
 }

@@ -134,7 +134,9 @@ impl Fetcher {
                     return self.read_file(folder, path, claim, deadline, &permit).await;
                 }
                 Location::Web { url, allows_private } => (url, allows_private),
-                Location::Bucket { bucket, key, allows_private } => (self.signed_url(&bucket, &key)?, allows_private),
+                Location::Bucket { bucket, key, allows_private } => {
+                    (self.signed_url(&bucket, &key)?, allows_private)
+                }
             };
             self.download(&url, allows_private, claim).await
         };

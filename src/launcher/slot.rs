@@ -165,7 +165,9 @@ impl Slot {
                 return None;
             }
             ControlRequest::CancelAll(_) => (None, "there is no worker, so no task"),
-            ControlRequest::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
+            ControlRequest::Shutdown => {
+                (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done")
+            }
             order => (None, self.record_override(&order)),
         };
         let _ = answer.send(Ok(done.into()));
@@ -316,7 +318,9 @@ impl Slot {
                 return current.cancel(cancellation, answer).await;
             }
             ControlRequest::Cancel(cancellation) => Command::Cancel(cancellation),
-            ControlRequest::CancelAll(cancellations) => Command::CancelAll { cancellations: cancellations.to_vec() },
+            ControlRequest::CancelAll(cancellations) => {
+                Command::CancelAll { cancellations: cancellations.to_vec() }
+            }
             ControlRequest::Stats => return current.report_stats(answer).await,
             ControlRequest::Ping | ControlRequest::Active => return drop(answer.send(Ok(outcome.into()))),
             ControlRequest::Drain | ControlRequest::Shutdown | ControlRequest::Restart => {

@@ -237,12 +237,7 @@ impl WorkerMonitor {
 
     /// Records that the worker's device has failed, for which the worker is killed. The failure is recorded before the
     /// worker has ended, since a process that hangs in the driver may end much later.
-    pub(super) fn device_failed(
-        &mut self,
-        device_fault: DeviceFault,
-        context: &LauncherContext,
-        slot: &str,
-    ) {
+    pub(super) fn device_failed(&mut self, device_fault: DeviceFault, context: &LauncherContext, slot: &str) {
         tracing::error!(
             slot,
             reason = device_fault.kind.reason().as_str(),
@@ -320,7 +315,8 @@ impl WorkerMonitor {
         }
         // Nothing is logged if no process was spawned because the device has failed. If the worker announced its exit,
         // the death is logged at the debug level, because the restart line reports the cause.
-        let gives_reason = announced.as_ref().is_some_and(|announced| Some(announced.exit) == self.death.exit);
+        let gives_reason =
+            announced.as_ref().is_some_and(|announced| Some(announced.exit) == self.death.exit);
         if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);
         }
@@ -341,7 +337,8 @@ impl WorkerMonitor {
             }
         }
         let tail = self.log_tail.into_crash_tail(status);
-        let cause = announced.map(|announced| announced.cause).filter(|cause| gives_reason && !cause.is_empty());
+        let cause =
+            announced.map(|announced| announced.cause).filter(|cause| gives_reason && !cause.is_empty());
         let message = message.or(cause).unwrap_or_else(|| tail.exit.clone());
         let mut died_with_group = false;
         if !self.circumstances.is_forced && !is_device_fault && !tasks.is_empty() {

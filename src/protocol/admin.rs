@@ -298,7 +298,10 @@ mod tests {
     fn requests_are_plain_json() {
         for (json, request) in [
             (r#"{"command":"ping"}"#, ControlRequest::Ping),
-            (r#"{"command":"log-level","filter":"debug"}"#, ControlRequest::LogLevel { filter: "debug".into() }),
+            (
+                r#"{"command":"log-level","filter":"debug"}"#,
+                ControlRequest::LogLevel { filter: "debug".into() },
+            ),
         ] {
             assert_eq!(serde_json::from_str::<ControlRequest>(json).unwrap(), request);
         }

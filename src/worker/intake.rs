@@ -22,7 +22,7 @@ use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use crate::batching::Owner;
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, ConsumerEvent, PerSource, Source};
+use crate::broker::{BrokerError, Consumer, ConsumerEvent, Delivery, DeliveryTag, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
 use crate::protocol::task::{STOP, published, sentinel_is_expired};
@@ -91,7 +91,10 @@ pub(super) struct Intake<'a> {
 /// Waits for the next event of a consumer, and returns it with the consumer's source. The consumers are polled in turn,
 /// beginning with `first`, so that one with many deliveries does not keep the others' from being taken. Never returns if
 /// there is no consumer. Safe to cancel, because [`Consumer::next`] is.
-async fn next_of(consumers: &mut Consumers<'_>, first: Source) -> (Source, Result<ConsumerEvent, BrokerError>) {
+async fn next_of(
+    consumers: &mut Consumers<'_>,
+    first: Source,
+) -> (Source, Result<ConsumerEvent, BrokerError>) {
     let mut next: Vec<_> =
         consumers.iter_mut().map(|consumer| consumer.as_mut().map(|consumer| consumer.next())).collect();
     let (later, sooner) = next.split_at_mut(first.0);
@@ -210,7 +213,11 @@ impl<'a> Intake<'a> {
     }
 
     /// The next queue's consumer is polled first from now on.
-    fn took_turn(&mut self, source: Source, event: Result<ConsumerEvent, BrokerError>) -> Result<ConsumerEvent, BrokerError> {
+    fn took_turn(
+        &mut self,
+        source: Source,
+        event: Result<ConsumerEvent, BrokerError>,
+    ) -> Result<ConsumerEvent, BrokerError> {
         self.turn = Source((source.0 + 1) % self.consumers.count());
         event
     }

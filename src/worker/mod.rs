@@ -19,6 +19,7 @@
 
 mod cancellations;
 mod cpu_pool;
+mod fair_turns;
 mod intake;
 mod isolation;
 mod pause;
@@ -30,7 +31,6 @@ mod settle;
 mod task_run;
 #[cfg(test)]
 mod tests;
-mod fair_turns;
 mod withdrawn;
 
 use std::io;

@@ -12,10 +12,10 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::cpu_pool::{CpuPool, Pools};
+use super::fair_turns::{Turn, Turns};
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::prefetch::SharedPrefetch;
 use super::settle::{Accepted, Outcome, Parts, Settled, Settlement, Trial, WaitsFor};
-use super::fair_turns::{Turn, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::batching::{Group, QueueShare};
 use crate::broker::{PerSource, Source};

@@ -4,7 +4,7 @@ use std::num::NonZeroU16;
 use std::time::Instant;
 
 use futures_util::future::join_all;
-use sconce::broker::{Delay, Delivery, ConsumerEvent, Published};
+use sconce::broker::{ConsumerEvent, Delay, Delivery, Published};
 use sconce::protocol::{Headers, Message, Properties, Value};
 
 use crate::rig::{CEILING, Link, Rig};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sconce::broker::{Acker, Consumer, Delivery, ConsumerEvent, Publisher};
+use sconce::broker::{Acker, Consumer, ConsumerEvent, Delivery, Publisher};
 use sconce::protocol::Message;
 
 use crate::wait::{bounded, until};

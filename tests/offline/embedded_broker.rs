@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::poll;
 use sconce::broker::embedded::{EmbeddedBroker, MAX_MESSAGE, QueueSpec, connect};
-use sconce::broker::{BrokerError, BrokerSession, Delivery, ConsumerEvent, Published};
+use sconce::broker::{BrokerError, BrokerSession, ConsumerEvent, Delivery, Published};
 use sconce::protocol::Message;
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -344,7 +344,9 @@ impl<M: Publishable> Messages<M> {
     /// Whether the oldest message on the shared channel has been unconfirmed for [`SLOW_AFTER`], counted from `since`
     /// at the earliest.
     pub(super) fn is_held_up_since(&self, since: Instant, now: Instant) -> bool {
-        self.under_way_on(ChannelKind::Shared).next().is_some_and(|(_, it)| now >= it.sent.max(since) + SLOW_AFTER)
+        self.under_way_on(ChannelKind::Shared)
+            .next()
+            .is_some_and(|(_, it)| now >= it.sent.max(since) + SLOW_AFTER)
     }
 
     /// Lowers the limit of messages that go alone, because the broker allows fewer channels: to half of those that are

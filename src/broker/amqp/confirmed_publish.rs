@@ -12,9 +12,9 @@ use lapin::{Channel, Confirmation, Connection, Error};
 use sconce_broker_stream::Strings;
 use tokio::sync::oneshot;
 
+use super::channel_choice::Publishable;
 use super::connect::OpenConnection;
 use super::convert::{as_received, properties_to, short_or_raw};
-use super::channel_choice::Publishable;
 use crate::broker::PublishResult;
 use crate::protocol::Message;
 

@@ -13,11 +13,11 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::cause::{Cause, message};
+use super::channel_choice::{ChannelKind, Messages};
 use super::confirmed_publish::{
     DIRECT_REPLY_TO, PublishAttempt, QueuedMessage, Returned, publish_confirmed, send_ping, take_return,
 };
 use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy};
-use super::channel_choice::{ChannelKind, Messages};
 use crate::broker::{BrokerError, Published};
 
 /// Bound of the channel of messages to the task. The task reads all that wait at once.
@@ -200,7 +200,9 @@ impl SendTask {
             let Some((queued, _)) = self.messages.get(id) else { continue };
             let channel = match kind {
                 ChannelKind::Alone => live.spare.pop(),
-                ChannelKind::Shared | ChannelKind::Retired => live.shared.as_ref().map(|(channel, _)| channel.clone()),
+                ChannelKind::Shared | ChannelKind::Retired => {
+                    live.shared.as_ref().map(|(channel, _)| channel.clone())
+                }
             };
             let (queue, message) = (queued.queue.clone(), queued.message.clone());
             self.under_way.push(publish_confirmed(id, channel, live.connection.clone(), queue, message));
@@ -245,7 +247,10 @@ impl SendTask {
             );
             self.drop_connection(now);
         } else if is_answering && self.messages.is_held_up_since(live.slow_since, now) {
-            tracing::info!(broker = live.connection.broker, "a queue is slow to confirm; others get a new channel");
+            tracing::info!(
+                broker = live.connection.broker,
+                "a queue is slow to confirm; others get a new channel"
+            );
             live.shared = None;
             self.messages.retire();
         }
@@ -310,7 +315,9 @@ impl SendTask {
                 (Some(ChannelKind::Alone), true) => {
                     channel.into_iter().for_each(|channel| live.keep_spare(channel));
                 }
-                (Some(ChannelKind::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| is_old(it)) => {
+                (Some(ChannelKind::Shared), false)
+                    if live.shared.as_ref().is_some_and(|(_, it)| is_old(it)) =>
+                {
                     live.shared = None;
                     self.messages.retire();
                 }

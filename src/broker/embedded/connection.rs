@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::queue::{ConsumerId, Queue};
 use super::queue_store::{ConnectionOutlet, ConsumerKey, OUTLET_BOUND, QueueStore};
-use super::wire::{FLUSH_AT, Frame, FrameCodec, WorkerHead, LauncherHead, WireError, append};
+use super::wire::{FLUSH_AT, Frame, FrameCodec, LauncherHead, WireError, WorkerHead, append};
 use crate::protocol::Message;
 
 /// How long a peer may take to read its last answers when the connection ends.

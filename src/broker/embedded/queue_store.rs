@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::queue::{ConsumerId, Queue, QueueDelivery, QueueCounts};
+use super::queue::{ConsumerId, Queue, QueueCounts, QueueDelivery};
 use super::wire::LauncherHead;
 use crate::protocol::Message;
 

@@ -12,7 +12,7 @@ use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::broker::{BrokerError, Published};
 use crate::config::Settings;
-use crate::protocol::admin::{LauncherAnswer, CANCEL, ControlRequest, Target};
+use crate::protocol::admin::{CANCEL, ControlRequest, LauncherAnswer, Target};
 use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
 use crate::protocol::{Headers, Properties};
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::PoolQueues;
 use super::history::Snapshot;
 use crate::broker::amqp::QueueDepth;
-use crate::protocol::admin::{LauncherAnswer, BatchBounds, SlotReport, State};
+use crate::protocol::admin::{BatchBounds, LauncherAnswer, SlotReport, State};
 use crate::protocol::stats::{Stage, Stats, WorkerState};
 
 pub(crate) const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";

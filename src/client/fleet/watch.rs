@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::control::{Control, FleetError, AnswerWait};
+use super::control::{AnswerWait, Control, FleetError};
 use super::history::{Queues, REMEMBERED, Snapshot};
 use super::pools::PoolQueues;
 use crate::config::Settings;
@@ -110,8 +110,9 @@ impl Watch {
             None => self.control.insert(Control::open(&self.settings).await?),
         };
         let until = Instant::now() + ROUND_TIMEOUT;
-        let answers =
-            control.request(&Target::All, &ControlRequest::Stats, until, AnswerWait::Expected(expected)).await?;
+        let answers = control
+            .request(&Target::All, &ControlRequest::Stats, until, AnswerWait::Expected(expected))
+            .await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would

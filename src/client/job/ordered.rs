@@ -126,7 +126,8 @@ impl Ordered {
         };
         spill_file.file.seek(SeekFrom::Start(spill_file.end))?;
         spill_file.file.write_all(&line)?;
-        self.waiting.insert(number, WaitingLine::Disk { file: last, offset: spill_file.end, length: line.len() });
+        self.waiting
+            .insert(number, WaitingLine::Disk { file: last, offset: spill_file.end, length: line.len() });
         spill_file.end += line.len() as u64;
         spill_file.lines += 1;
         Ok(())

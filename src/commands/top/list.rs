@@ -3,7 +3,7 @@
 
 use std::cmp::Ordering;
 
-use crate::client::fleet::{History, SlotKey, SlotHistory};
+use crate::client::fleet::{History, SlotHistory, SlotKey};
 
 /// The longest filter, in characters.
 const MAX_FILTER_CHARS: usize = 60;

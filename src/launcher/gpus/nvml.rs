@@ -7,7 +7,7 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
-use super::{Gpu, Gpus, Memory, MigDevice, GpuProcess};
+use super::{Gpu, GpuProcess, Gpus, Memory, MigDevice};
 
 /// The file names of NVML. The first is installed with every driver, the second only with the development files.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
@@ -128,5 +128,7 @@ fn parts(device: &Device<'_>) -> Option<Vec<MigDevice>> {
     let mig_indices = 0..device.mig_device_count().unwrap_or(0);
     // An index without a device returns an error.
     let found = mig_indices.filter_map(|mig_index| device.mig_device_by_index(mig_index).ok());
-    Some(found.filter_map(|part| Some(MigDevice { uuid: part.uuid().ok()?, memory: memory(&part) })).collect())
+    Some(
+        found.filter_map(|part| Some(MigDevice { uuid: part.uuid().ok()?, memory: memory(&part) })).collect(),
+    )
 }

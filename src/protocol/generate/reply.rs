@@ -491,7 +491,8 @@ mod tests {
     #[test]
     fn the_first_chunk_of_a_chat_has_the_role_and_the_last_the_reason() {
         let chat = reply(Api::Chat);
-        let first = PartContent { choice: 1, text: "", is_first: true, logprobs: None, offset: 0, finish: None };
+        let first =
+            PartContent { choice: 1, text: "", is_first: true, logprobs: None, offset: 0, finish: None };
         let last = PartContent { is_first: false, finish: Some(Finish::Length), ..first };
         let middle = PartContent { text: "b", finish: None, ..last };
         let role = json!({"role": "assistant", "content": ""});
@@ -533,8 +534,14 @@ mod tests {
     #[test]
     fn a_logprob_that_is_not_finite_is_written_as_a_number() {
         let tokens = [token(b"a", f32::NEG_INFINITY, &[("b", 0.0), ("b", -3.0), ("c", f32::NAN)])];
-        let content =
-            PartContent { choice: 0, text: "a", is_first: true, logprobs: Some(&tokens), offset: 0, finish: None };
+        let content = PartContent {
+            choice: 0,
+            text: "a",
+            is_first: true,
+            logprobs: Some(&tokens),
+            offset: 0,
+            finish: None,
+        };
         let body = read(reply(Api::Completions).part(&content));
         let top = json!([{"b": 0.0, "c": -9999.0, "a": -9999.0}]);
         assert_eq!(body["choices"][0]["logprobs"]["top_logprobs"], top);

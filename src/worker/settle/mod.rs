@@ -464,7 +464,8 @@ impl Settlement {
     ) -> Result<Next, WorkerError> {
         let to = Destination { queue: reply.queue, delay: None, owner };
         let sent = self.publish_in_time(accepted, to, &Arc::new(message)).await?;
-        if owner == QueueOwner::Requester && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
+        if owner == QueueOwner::Requester
+            && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
         {
             self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }

@@ -127,7 +127,8 @@ async fn a_cross_encoder_answers_both_urls_and_refuses_others() {
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn a_task_of_500_documents_is_answered_once_and_holds_nobody_up() {
     // A batch takes eight inputs, so that the large task needs 63 batches of its own.
-    let rig = start(&one_pass(pairs::load), "score-bert", |assignment| assignment.pool.batch.max_requests = 8);
+    let rig =
+        start(&one_pass(pairs::load), "score-bert", |assignment| assignment.pool.batch.max_requests = 8);
     let documents: Vec<String> = (0..500).map(|n| format!("the tide carries message {n}")).collect();
     let giant = task("giant", "mine", &json!({"query": "which message?", "documents": documents}));
     let small = |n: usize| task(&n.to_string(), "mine", &json!({"query": "q", "documents": ["a queue"]}));

@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 
 use super::socket::Incoming;
 use super::{Connection, SESSION, unreachable_queue};
-use crate::broker::embedded::wire::{WorkerHead, LauncherHead};
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, ConsumerEvent, Source};
+use crate::broker::embedded::wire::{LauncherHead, WorkerHead};
+use crate::broker::{BrokerError, Consumer, ConsumerEvent, Delivery, DeliveryTag, Source};
 use crate::protocol::Message;
 
 /// One subscription over the shared connection.
@@ -48,7 +48,10 @@ impl Consumer for SocketConsumer {
         async move {
             while !self.ended {
                 match self.incoming.recv().await {
-                    Some(Ok((LauncherHead::Deliver { tag, redelivered, delivery_count, properties }, body))) => {
+                    Some(Ok((
+                        LauncherHead::Deliver { tag, redelivered, delivery_count, properties },
+                        body,
+                    ))) => {
                         return Ok(ConsumerEvent::Delivery(Box::new(Delivery {
                             message: Message { properties: *properties, body },
                             delivery_tag: DeliveryTag { source: Source::FIRST, session: SESSION, tag },

@@ -14,7 +14,7 @@ pub mod rope;
 
 pub use host::{Decoder, RouterFaults, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
-pub use one_pass::{ProductFormats, OnePassDecoder};
+pub use one_pass::{OnePassDecoder, ProductFormats};
 
 use std::path::PathBuf;
 
@@ -486,8 +486,11 @@ impl DecoderWeights {
         };
         let mut rows = vec![0.0; ids.len() * hidden];
         for (id, row) in ids.iter().zip(rows.chunks_exact_mut(hidden)) {
-            let location =
-                MatrixLocation { tensor: tensor.clone(), shape: vec![vocabulary, hidden], first_row: *id as usize };
+            let location = MatrixLocation {
+                tensor: tensor.clone(),
+                shape: vec![vocabulary, hidden],
+                first_row: *id as usize,
+            };
             self.matrix(&location, [hidden, 1], |column| column)?.column(0, row);
         }
         Ok(rows)

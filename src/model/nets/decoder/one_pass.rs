@@ -467,8 +467,9 @@ mod tests {
     #[test]
     fn rotations_that_depend_on_a_texts_length_are_refused() {
         let (spec, files, config) = fixture("generate-phi3");
-        let load =
-            |max_tokens| OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, ProductFormats::F32, max_tokens);
+        let load = |max_tokens| {
+            OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, ProductFormats::F32, max_tokens)
+        };
         assert!(load(128).is_ok());
         assert!(load(129).err().unwrap().to_string().contains("longrope"));
     }

@@ -35,7 +35,8 @@ use crate::model::{
     Route, SizedInput, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{
-    Api, CHAT_URL, COMPLETIONS_URL, Choice, Format, GenerateRequest, PartContent, Prompts, Reply, Usage, new_id,
+    Api, CHAT_URL, COMPLETIONS_URL, Choice, Format, GenerateRequest, PartContent, Prompts, Reply, Usage,
+    new_id,
 };
 use crate::protocol::stats::{Generated, TokenCounts};
 use crate::protocol::task::published;
@@ -445,7 +446,8 @@ impl Processor for GenerateProcessor {
         progress.is_begun = true;
         progress.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
         let reply = Reply { api: *api, id, created: *created, model: self.names.reply_name() };
-        let part = reply.part(&PartContent { choice: input, text: &text, is_first, logprobs, offset, finish });
+        let part =
+            reply.part(&PartContent { choice: input, text: &text, is_first, logprobs, offset, finish });
         let is_last = context.include_usage && finish.is_some() && *unfinished == 0;
         let usage = is_last.then(|| reply.usage_chunk(*usage));
         // Both can be serialized whenever the reply can, so an error is left to `finish`.
