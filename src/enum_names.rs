@@ -1,7 +1,7 @@
 //! Enums whose values have names in settings, metrics or messages. Each name is written once, beside its value.
 
 /// Defines enums. `enum State as name` has the function `State::name`, and `State::ALL` with each value and its name.
-macro_rules! named {
+macro_rules! named_enum {
     ($($(#[$meta:meta])* $vis:vis enum $enum:ident as $name:ident {
         $($(#[$variant_meta:meta])* $variant:ident $(= $code:literal)? => $text:literal,)+
     })+) => {$(

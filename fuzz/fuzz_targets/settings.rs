@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use sconce::config::{Loaded, load};
+use sconce::config::{LoadedSettings, load};
 
 const SECRET: &str = "S3CRET";
 
@@ -70,7 +70,7 @@ fuzz_target!(|data: &[u8]| {
     }
 });
 
-fn check_rendering(loaded: &Loaded) {
+fn check_rendering(loaded: &LoadedSettings) {
     assert!(!loaded.effective.contains(SECRET), "{}", loaded.effective);
     assert!(!format!("{loaded:?}").contains(SECRET));
     // An address in the place of another setting is masked as well, and does not read back.

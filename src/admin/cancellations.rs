@@ -5,8 +5,8 @@
 use futures_util::FutureExt as _;
 
 use super::remote::{ControlledLauncher, ORDER_TIMEOUT, send_answer};
-use crate::broker::{BrokerError, BrokerSession, Delivery, Event};
-use crate::protocol::admin::{Answer, CANCEL, Request, Target};
+use crate::broker::{BrokerError, BrokerSession, ConsumerEvent, Delivery};
+use crate::protocol::admin::{CANCEL, ControlRequest, LauncherAnswer, Target};
 use crate::protocol::control::{Cancellation, MAX_CANCELLATIONS};
 
 /// Serves cancellations until the broker refuses the connection or is unreachable for too long.
@@ -22,21 +22,21 @@ pub async fn cancellations(
         let (mut deliveries, mut accepted) = (Vec::new(), Vec::new());
         while let Some(event) = next.take() {
             match event {
-                Event::Delivery(delivery) => {
+                ConsumerEvent::Delivery(delivery) => {
                     match cancellation(&delivery) {
                         Ok(cancellation) => accepted.push(cancellation),
                         // Only logged ones are answered: an answer to each of a flood would take longer than the rest.
                         Err(problem) => {
                             if launcher.log_refusal(&problem) {
-                                let answer = Answer { error: Some(problem), ..launcher.identity() };
+                                let answer = LauncherAnswer { error: Some(problem), ..launcher.identity() };
                                 send_answer(&session, &delivery, &answer).await;
                             }
                         }
                     }
                     deliveries.push(delivery.delivery_tag);
                 }
-                Event::Lost { .. } => deliveries.clear(),
-                Event::End => return Ok(()),
+                ConsumerEvent::Lost { .. } => deliveries.clear(),
+                ConsumerEvent::End => return Ok(()),
             }
             if deliveries.len() < MAX_CANCELLATIONS {
                 next = session.consumer.next().now_or_never().transpose()?;
@@ -44,7 +44,7 @@ pub async fn cancellations(
         }
         tracing::debug!(count = accepted.len(), "remote control: cancellations by requesters");
         if !accepted.is_empty() {
-            let order = launcher.handle.order(Target::All, Request::CancelAll(accepted.into()));
+            let order = launcher.handle.order(Target::All, ControlRequest::CancelAll(accepted.into()));
             // The wait is bounded, since a slot may not take the order. Whoever is not served may cancel again.
             let _ = tokio::time::timeout(ORDER_TIMEOUT, order).await;
         }
@@ -57,7 +57,7 @@ pub async fn cancellations(
 
 /// The cancellation in a message with the routing key of requesters.
 fn cancellation(delivery: &Delivery) -> Result<Cancellation, String> {
-    let Some(cancellation) = Request::cancellation_in(&delivery.message.properties) else {
+    let Some(cancellation) = ControlRequest::cancellation_in(&delivery.message.properties) else {
         let key = Target::Cancel.routing_key();
         return Err(format!("the key {key:?} only takes messages of the type {CANCEL}"));
     };

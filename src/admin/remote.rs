@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
+use crate::broker::{BrokerError, BrokerSession, ConsumerEvent, Delivery, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
-use crate::protocol::admin::{Answer, Request, SlotReport, Target};
+use crate::protocol::admin::{ControlRequest, LauncherAnswer, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 use crate::telemetry::Throttle;
 
@@ -60,7 +60,7 @@ pub struct ControlledLauncher {
 pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) -> Result<(), BrokerError> {
     loop {
         match session.consumer.next().await? {
-            Event::Delivery(delivery) => {
+            ConsumerEvent::Delivery(delivery) => {
                 // A request may shut this launcher down. The shutdown waits for this permit, so that the answer is sent
                 // first.
                 let _permit = launcher.answer_permit.acquire().await;
@@ -69,8 +69,8 @@ pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) 
                 // expire.
                 session.acker.ack(delivery.delivery_tag).await;
             }
-            Event::Lost { .. } => {}
-            Event::End => return Ok(()),
+            ConsumerEvent::Lost { .. } => {}
+            ConsumerEvent::End => return Ok(()),
         }
     }
 }
@@ -79,12 +79,12 @@ async fn handle_delivery(session: &BrokerSession, launcher: &ControlledLauncher,
     let Some(answer) = launcher.serve(delivery).await else { return };
     // A cancellation of a requester's kind may come with an operator's key too. It is not answered: its reply queue gets
     // the cancelled task's reply, and nothing else.
-    if Request::cancellation_in(&delivery.message.properties).is_none() {
+    if ControlRequest::cancellation_in(&delivery.message.properties).is_none() {
         send_answer(session, delivery, &answer).await;
     }
 }
 
-pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, answer: &Answer) {
+pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, answer: &LauncherAnswer) {
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
     let message = Arc::new(build_message(&delivery.message, answer));
@@ -94,7 +94,7 @@ pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, an
     }
 }
 
-fn build_message(request: &Message, answer: &Answer) -> Message {
+fn build_message(request: &Message, answer: &LauncherAnswer) -> Message {
     let properties = Properties {
         content_type: Some(JSON.into()),
         correlation_id: request.properties.correlation_id.clone(),
@@ -107,7 +107,7 @@ fn build_message(request: &Message, answer: &Answer) -> Message {
 impl ControlledLauncher {
     /// Carries out a request and returns the answer. None if the request addresses no slot of this launcher, but perhaps
     /// slots of others.
-    async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
+    async fn serve(&self, delivery: &Delivery) -> Option<LauncherAnswer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
         let Some(target) = Target::from_routing_key(key) else {
             return Some(self.refusal(format!(
@@ -126,8 +126,8 @@ impl ControlledLauncher {
                 body.len()
             )));
         }
-        let request = match Request::cancellation_in(&delivery.message.properties) {
-            Some(cancellation) => Request::Cancel(cancellation),
+        let request = match ControlRequest::cancellation_in(&delivery.message.properties) {
+            Some(cancellation) => ControlRequest::Cancel(cancellation),
             None => match serde_json::from_slice(body) {
                 Ok(request) => request,
                 Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
@@ -145,7 +145,7 @@ impl ControlledLauncher {
             Err(message) => return Some(self.refusal(message)),
         };
         let mut slots = self.reports(&target);
-        if request == Request::Restart {
+        if request == ControlRequest::Restart {
             set_replaced_pids(&mut slots, &before);
         }
         Some(self.build_answer(&request, slots, &outcomes))
@@ -163,23 +163,24 @@ impl ControlledLauncher {
     /// the order. For a query of the counts, has the workers report them.
     async fn carry_out(
         &self,
-        request: &Request,
+        request: &ControlRequest,
         target: &Target,
     ) -> Result<BTreeMap<String, Outcome>, String> {
-        if *request == Request::Stats && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
+        if *request == ControlRequest::Stats
+            && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
         {
-            let reported = self.handle.order(target.clone(), Request::Stats);
+            let reported = self.handle.order(target.clone(), ControlRequest::Stats);
             drop(tokio::time::timeout(STATS_TIMEOUT, reported).await);
         }
         if request.is_query() {
             return Ok(BTreeMap::new());
         }
-        if let Request::Cancel(cancellation) = request
+        if let ControlRequest::Cancel(cancellation) = request
             && let Some(problem) = cancellation.problem()
         {
             return Err(problem.to_owned());
         }
-        if let Request::LogLevel { filter } = request {
+        if let ControlRequest::LogLevel { filter } = request {
             (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
         }
         let outcomes =
@@ -191,15 +192,15 @@ impl ControlledLauncher {
 
     fn build_answer(
         &self,
-        request: &Request,
+        request: &ControlRequest,
         slots: Vec<SlotReport>,
         outcomes: &BTreeMap<String, Outcome>,
-    ) -> Answer {
+    ) -> LauncherAnswer {
         let reports = slots.into_iter().map(|mut report| {
-            if *request != Request::Stats {
+            if *request != ControlRequest::Stats {
                 report.stats = None;
             }
-            if *request != Request::Active && *request != Request::Stats {
+            if *request != ControlRequest::Active && *request != ControlRequest::Stats {
                 report.active.clear();
             }
             match outcomes.get(&report.slot) {
@@ -212,13 +213,13 @@ impl ControlledLauncher {
             }
             report
         });
-        Answer { slots: reports.collect(), ..self.identity() }
+        LauncherAnswer { slots: reports.collect(), ..self.identity() }
     }
 
     /// The answer to a request that is refused.
-    fn refusal(&self, message: String) -> Answer {
+    fn refusal(&self, message: String) -> LauncherAnswer {
         self.log_refusal(&message);
-        Answer { error: Some(message), ..self.identity() }
+        LauncherAnswer { error: Some(message), ..self.identity() }
     }
 
     /// Logs that a request is refused. Returns false if the line is held back, because there were others.
@@ -231,14 +232,14 @@ impl ControlledLauncher {
     }
 
     /// An answer that names this launcher, and no slots.
-    pub(super) fn identity(&self) -> Answer {
-        Answer {
+    pub(super) fn identity(&self) -> LauncherAnswer {
+        LauncherAnswer {
             launcher: self.name.clone(),
             host: self.host.clone(),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ms: self.board.uptime().as_millis() as u64,
-            ..Answer::default()
+            ..LauncherAnswer::default()
         }
     }
 }

@@ -70,7 +70,7 @@ pub struct Batch<T> {
 }
 
 /// The waiting inputs of one task, at least one.
-struct Task<T> {
+struct TaskInputs<T> {
     inputs: IntoIter<T>,
     since: Instant,
 }
@@ -79,7 +79,7 @@ struct Task<T> {
 struct Requester<T> {
     id: u64,
     /// In the order of their arrival.
-    tasks: Vec<Task<T>>,
+    tasks: Vec<TaskInputs<T>>,
     /// The index of the task whose turn is next.
     turn: usize,
     /// The tokens that the oldest task may take ahead of its turn; at most those of a batch.
@@ -144,13 +144,13 @@ impl<T> Batcher<T> {
         self.inputs += inputs.len();
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
         let line = if owner.background { &mut self.background } else { &mut self.ordinary };
-        line.push(owner.queue, owner.requester, Task { inputs: inputs.into_iter(), since: now });
+        line.push(owner.queue, owner.requester, TaskInputs { inputs: inputs.into_iter(), since: now });
     }
 
     /// Adds further inputs of a task behind its waiting ones; `is_same` says whether an input belongs to this task. If
     /// no input of the task waits, this is the same as [`Batcher::push`].
     pub fn extend(&mut self, inputs: Vec<T>, owner: Owner, now: Instant, is_same: impl Fn(&T) -> bool) {
-        let is_same = |task: &Task<T>| task.inputs.as_slice().first().is_some_and(&is_same);
+        let is_same = |task: &TaskInputs<T>| task.inputs.as_slice().first().is_some_and(&is_same);
         // A background task may have aged into the other line.
         let lines = [&mut self.ordinary, &mut self.background];
         let Some(line) = lines.into_iter().find(|line| line.tasks().any(is_same)) else {
@@ -223,16 +223,16 @@ impl<T> Line<T> {
         self.queues.iter().all(|line| line.requesters.is_empty())
     }
 
-    fn tasks(&self) -> impl Iterator<Item = &Task<T>> {
+    fn tasks(&self) -> impl Iterator<Item = &TaskInputs<T>> {
         self.queues.iter().flat_map(|line| &line.requesters).flat_map(|requester| &requester.tasks)
     }
 
-    fn tasks_mut(&mut self) -> impl Iterator<Item = &mut Task<T>> {
+    fn tasks_mut(&mut self) -> impl Iterator<Item = &mut TaskInputs<T>> {
         let requesters = self.queues.iter_mut().flat_map(|line| &mut line.requesters);
         requesters.flat_map(|requester| &mut requester.tasks)
     }
 
-    fn push(&mut self, queue: QueueShare, requester: u64, task: Task<T>) {
+    fn push(&mut self, queue: QueueShare, requester: u64, task: TaskInputs<T>) {
         match self.queues.iter_mut().find(|known| known.queue == queue) {
             Some(known) => known.push(requester, task),
             None => {
@@ -244,8 +244,8 @@ impl<T> Line<T> {
     }
 
     /// Removes the tasks that have waited for [`BACKGROUND_WAIT`], and returns them with their queues and requesters.
-    fn remove_old(&mut self, now: Instant) -> Vec<(QueueShare, u64, Task<T>)> {
-        let is_old = |task: &Task<T>| task.since + BACKGROUND_WAIT <= now;
+    fn remove_old(&mut self, now: Instant) -> Vec<(QueueShare, u64, TaskInputs<T>)> {
+        let is_old = |task: &TaskInputs<T>| task.since + BACKGROUND_WAIT <= now;
         if !self.tasks().any(is_old) {
             return Vec::new();
         }
@@ -303,7 +303,7 @@ impl<T> Line<T> {
 }
 
 impl<T> QueueLine<T> {
-    fn push(&mut self, requester: u64, task: Task<T>) {
+    fn push(&mut self, requester: u64, task: TaskInputs<T>) {
         match self.requesters.iter_mut().find(|known| known.id == requester) {
             Some(known) => known.tasks.push(task),
             None => {

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 
 use super::{
-    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, PublishFuture,
+    Acker, BrokerError, BrokerSession, Consumer, ConsumerEvent, Delay, Delivery, DeliveryTag, PublishFuture,
     Published, Publisher, QueueState, Source,
 };
 use crate::protocol::Message;
@@ -51,9 +51,9 @@ struct Shared {
 #[derive(Default)]
 struct State {
     /// Of each queue that is consumed; empty without a session.
-    deliveries: Vec<mpsc::Sender<Event>>,
+    deliveries: Vec<mpsc::Sender<ConsumerEvent>>,
     /// Deliveries for the next session, with their queues.
-    waiting: Vec<(Source, Event)>,
+    waiting: Vec<(Source, ConsumerEvent)>,
     sessions: u64,
     tags: u64,
     settled: Vec<Settled>,
@@ -96,7 +96,7 @@ impl Memory {
         state.tags += 1;
         let mut delivery = Delivery::made(message, state.tags, earlier);
         (delivery.delivery_tag.source, delivery.delivery_tag.session) = (source, state.sessions.max(1));
-        let event = Event::Delivery(Box::new(delivery));
+        let event = ConsumerEvent::Delivery(Box::new(delivery));
         match state.deliveries.get(source.0) {
             Some(deliveries) => drop(deliveries.try_send(event)),
             None => state.waiting.push((source, event)),
@@ -109,7 +109,7 @@ impl Memory {
         let session = state.sessions;
         state.sessions += 1;
         for (index, deliveries) in state.deliveries.iter().enumerate() {
-            drop(deliveries.try_send(Event::Lost { source: Source(index), session }));
+            drop(deliveries.try_send(ConsumerEvent::Lost { source: Source(index), session }));
         }
     }
 
@@ -222,12 +222,12 @@ impl State {
 
 struct Session {
     memory: Memory,
-    events: mpsc::Receiver<Event>,
+    events: mpsc::Receiver<ConsumerEvent>,
 }
 
 impl Consumer for Session {
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
-        Box::pin(async { Ok(self.events.recv().await.unwrap_or(Event::End)) })
+    fn next(&mut self) -> BoxFuture<'_, Result<ConsumerEvent, BrokerError>> {
+        Box::pin(async { Ok(self.events.recv().await.unwrap_or(ConsumerEvent::End)) })
     }
 
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {

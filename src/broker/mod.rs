@@ -2,7 +2,7 @@
 //! and `embedded` to a queue inside the launcher, over a Unix socket. Knows neither model nor batching nor worker.
 //!
 //! Over AMQP, a consumer or publisher rebuilds its own connection with backoff. The consumer then reports the lost
-//! session ([`Event::Lost`]), because the deliveries of that session can no longer be settled.
+//! session ([`ConsumerEvent::Lost`]), because the deliveries of that session can no longer be settled.
 
 pub mod amqp;
 pub mod embedded;
@@ -58,7 +58,7 @@ pub struct Delivery {
 
 /// What a consumer receives.
 #[derive(Debug)]
-pub enum Event {
+pub enum ConsumerEvent {
     /// A message.
     Delivery(Box<Delivery>),
     /// The session ended. The broker will deliver its unsettled messages again; a new session is being opened.
@@ -78,7 +78,7 @@ pub trait Consumer: Send {
     ///
     /// # Errors
     /// [`BrokerError`] when no session can be opened: the caller gives up and exits.
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
+    fn next(&mut self) -> BoxFuture<'_, Result<ConsumerEvent, BrokerError>>;
 
     /// Changes how many unsettled messages the broker may send. Over AMQP the change needs a new consumer, and takes
     /// effect once the unsettled messages fill the former prefetch. They do not count against the new prefetch.
@@ -88,7 +88,7 @@ pub trait Consumer: Send {
     fn granted(&self) -> u16;
 
     /// Stops the deliveries. `next` still returns the messages that the broker has sent already, and then
-    /// [`Event::End`].
+    /// [`ConsumerEvent::End`].
     fn cancel(&mut self) -> BoxFuture<'_, ()>;
 
     /// Closes the session gracefully: afterwards the broker has every ack that was written before.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Settings, duration};
+use super::{SettingsArguments, duration};
 
 /// Maximum number of words of a generated text.
 const MAX_WORDS: usize = 100_000;
@@ -43,7 +43,7 @@ their queue after ten times --timeout, so that a run that ends early leaves none
 pub struct Bench {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// The pool whose task queue to use; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
@@ -114,7 +114,7 @@ So this is the most that a worker can reach; `sconce bench` measures what one do
 pub struct BenchDevice {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// The pool whose model, dtype and batch settings to use; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::{Settings, duration};
-use crate::protocol::admin::{Request, Target};
+use super::{SettingsArguments, duration};
+use crate::protocol::admin::{ControlRequest, Target};
 use crate::protocol::control::Cancellation;
 
 /// Examples for the help of `ctl`.
@@ -37,7 +37,7 @@ Asks the launcher at admin.listen, as a probe of a container runtime would. The 
 pub struct Ctl {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Every slot of every launcher; the default for ping, stats, active and cancel
     #[arg(long, global = true)]
     pub all: bool,
@@ -104,19 +104,19 @@ pub enum CtlCommand {
 
 impl CtlCommand {
     /// The request to send.
-    pub fn request(&self) -> Request {
+    pub fn request(&self) -> ControlRequest {
         match self {
-            Self::Ping => Request::Ping,
-            Self::Stats => Request::Stats,
-            Self::Active => Request::Active,
-            Self::Pause => Request::Pause,
-            Self::Resume => Request::Resume,
-            Self::Drain => Request::Drain,
-            Self::Shutdown => Request::Shutdown,
-            Self::Restart => Request::Restart,
-            Self::LogLevel { filter } => Request::LogLevel { filter: filter.clone() },
+            Self::Ping => ControlRequest::Ping,
+            Self::Stats => ControlRequest::Stats,
+            Self::Active => ControlRequest::Active,
+            Self::Pause => ControlRequest::Pause,
+            Self::Resume => ControlRequest::Resume,
+            Self::Drain => ControlRequest::Drain,
+            Self::Shutdown => ControlRequest::Shutdown,
+            Self::Restart => ControlRequest::Restart,
+            Self::LogLevel { filter } => ControlRequest::LogLevel { filter: filter.clone() },
             Self::Cancel { task } => {
-                Request::Cancel(Cancellation { task: Some(task.clone()), ..Cancellation::default() })
+                ControlRequest::Cancel(Cancellation { task: Some(task.clone()), ..Cancellation::default() })
             }
         }
     }
@@ -154,7 +154,7 @@ impl Ctl {
 pub struct Top {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// How often launchers are queried
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = duration)]
     pub every: Duration,
@@ -165,7 +165,7 @@ pub struct Top {
 pub struct Healthcheck {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Ask whether it is alive: no worker is stuck
     #[arg(long, conflicts_with = "startup")]
     pub live: bool,

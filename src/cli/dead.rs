@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 use clap::{ArgGroup, Args, Subcommand};
 
-use super::{Settings, duration};
+use super::{SettingsArguments, duration};
 use crate::protocol::dead_letter::reasons;
 
 pub(super) const EXAMPLES: &str = "Examples:
@@ -54,7 +54,7 @@ pub enum Dead {
 pub struct DeadSource {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// The pool; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,

@@ -159,7 +159,7 @@ is 78 if the settings name a device that is not present or that this build canno
 
 /// Where settings come from.
 #[derive(Debug, Args)]
-pub struct Settings {
+pub struct SettingsArguments {
     /// A settings file (TOML); may be repeated, later ones override. Without it, SCONCE_CONFIG
     /// (colon-separated) is read
     #[arg(long, global = true, value_name = "FILE")]
@@ -174,7 +174,7 @@ pub struct Settings {
 pub struct Launch {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Refuse pools whose model is a class in Python (`model = "python:…"`), which runs with the worker's rights
     #[arg(long)]
     pub no_python: bool,
@@ -185,7 +185,7 @@ pub struct Launch {
 pub struct Worker {
     /// Where settings come from, for a worker started by hand.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// The pool to work for; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
@@ -205,7 +205,7 @@ pub struct Worker {
 pub struct Publish {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Texts, one task each: to embed, to classify, to speak, a chat, whatever the pool answers. For a pool that reads
     /// images or recordings: files, or URLs of files. For a pool that reranks: a query, then its documents
     #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
@@ -252,7 +252,7 @@ pub struct Publish {
 pub struct StopWorkers {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// How many workers to stop
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "all",
         value_parser = clap::value_parser!(u32).range(1..))]
@@ -283,7 +283,7 @@ pub struct StopWorkers {
 pub struct RunBatch {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Inputs and output.
     #[command(flatten)]
     pub batch: BatchFiles,
@@ -309,7 +309,7 @@ pub struct RunBatch {
 pub struct Devices {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Print the devices as JSON
     #[arg(long)]
     pub json: bool,
@@ -322,7 +322,7 @@ pub struct CheckConfig {
     pub file: Option<PathBuf>,
     /// Where other settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
 }
 
 fn setting(text: &str) -> Result<(String, String), String> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{BatchFiles, Settings, duration, printed_id};
+use super::{BatchFiles, SettingsArguments, duration, printed_id};
 
 pub(super) const EXAMPLES: &str = "Examples:
   sconce submit -i rows.jsonl -o answers.jsonl             through the only pool's queue
@@ -24,7 +24,7 @@ flight until --grace is over, or until Ctrl-C is pressed again; then it withdraw
 pub struct Submit {
     /// Where settings come from.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsArguments,
     /// Inputs and output. The input `-` is stdin.
     #[command(flatten)]
     pub batch: BatchFiles,

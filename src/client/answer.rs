@@ -20,7 +20,7 @@ pub(crate) struct Answer<'a> {
     /// Durations in the order of [`STAGES`], in milliseconds; none if one is missing.
     pub(crate) stages_ms: Option<[f64; 4]>,
     /// The task's last forward pass; none if it needed none.
-    pub(crate) batch: Option<Batch>,
+    pub(crate) batch: Option<ForwardPass>,
     /// All tokens of the task; none if the body does not state them.
     pub(crate) tokens: Option<u64>,
     /// Tokens of generated text, which are part of `tokens`.
@@ -40,12 +40,12 @@ pub(crate) fn truncated_in(reply: &Message) -> u64 {
 
 /// A forward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Batch {
+pub(crate) struct ForwardPass {
     pub(crate) inputs: f64,
     pub(crate) tokens: f64,
 }
 
-impl Batch {
+impl ForwardPass {
     /// The share of the batch that belongs to a task with this many inputs, at most 1.
     pub(crate) fn share(self, inputs: usize) -> f64 {
         (inputs as f64 / self.inputs).min(1.0)
@@ -71,7 +71,7 @@ impl<'a> Answer<'a> {
             dtype: text("dtype").unwrap_or_default(),
             model: text("model").unwrap_or_default(),
             stages_ms,
-            batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),
+            batch: inputs.zip(tokens).map(|(inputs, tokens)| ForwardPass { inputs, tokens }),
             tokens: usage.total_tokens,
             generated: usage.completion_tokens,
             audio_ms: number(headers, "audio_ms").filter(|_| is_result).map(|ms| ms as u64),
@@ -129,7 +129,7 @@ mod tests {
         assert!(answer.succeeded());
         assert_eq!((answer.worker, answer.tokens), (Some("h/p/0"), Some(12)));
         assert_eq!(answer.stages_ms, Some([7.0, 0.5, 0.25, 40.0]));
-        assert_eq!(answer.batch, Some(Batch { inputs: 8.0, tokens: 80.0 }));
+        assert_eq!(answer.batch, Some(ForwardPass { inputs: 8.0, tokens: 80.0 }));
         assert_eq!(answer.device_ms(2), 10.0);
         assert_eq!(answer.device_ms(20), 40.0, "it spans batches, and takes no more than their time");
     }

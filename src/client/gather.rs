@@ -14,12 +14,29 @@ pub(super) struct Gather<M> {
     /// Number of tasks that were begun.
     begun: u64,
     in_order: bool,
-    /// Tasks not answered yet, with the bytes of their bodies and the time at which they were begun. Bound: the caller's.
-    waiting: BTreeMap<u64, (M, usize, Instant)>,
+    /// Tasks not answered yet, by number. Bound: the caller's.
+    waiting: BTreeMap<u64, Unanswered<M>>,
     /// The bytes of their bodies together.
     bytes: usize,
-    /// Tasks answered and not passed on yet. Bound: the caller's.
-    answered: BTreeMap<u64, (M, Option<Message>, Instant)>,
+    /// Tasks answered and not passed on yet, by number. Bound: the caller's.
+    answered: BTreeMap<u64, Answered<M>>,
+}
+
+/// A task that is not answered yet.
+struct Unanswered<M> {
+    meta: M,
+    /// The bytes of its body.
+    bytes: usize,
+    begun_at: Instant,
+}
+
+/// A task that is answered.
+pub(super) struct Answered<M> {
+    pub(super) number: u64,
+    pub(super) meta: M,
+    /// None: nothing was published, no replies are expected, or the task was given up.
+    pub(super) reply: Option<Message>,
+    pub(super) at: Instant,
 }
 
 impl<M> Gather<M> {
@@ -29,7 +46,7 @@ impl<M> Gather<M> {
 
     /// Begins a task whose body has this many bytes.
     pub(super) fn begin(&mut self, meta: M, bytes: usize, now: Instant) {
-        self.waiting.insert(self.first + self.begun, (meta, bytes, now));
+        self.waiting.insert(self.first + self.begun, Unanswered { meta, bytes, begun_at: now });
         self.bytes += bytes;
         self.begun += 1;
     }
@@ -37,22 +54,21 @@ impl<M> Gather<M> {
     /// Records the reply to the task with this number. False: the task is unknown, or it was answered before.
     /// The latter happens because the service is at-least-once and may repeat replies.
     pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
-        let Some((meta, bytes, _)) = self.waiting.remove(&number) else { return false };
+        let Some(Unanswered { meta, bytes, .. }) = self.waiting.remove(&number) else { return false };
         self.bytes -= bytes;
-        self.answered.insert(number, (meta, reply, at));
+        self.answered.insert(number, Answered { number, meta, reply, at });
         true
     }
 
     /// The next answer to pass on; none if no task is answered yet. With `in_order`, also none while an earlier task is
     /// not answered.
-    pub(super) fn next(&mut self) -> Option<(u64, M, Option<Message>, Instant)> {
+    pub(super) fn next(&mut self) -> Option<Answered<M>> {
         let oldest = self.waiting.first_key_value().map(|(number, _)| *number);
-        let (number, _) = self.answered.first_key_value()?;
-        if self.in_order && oldest.is_some_and(|oldest| oldest < *number) {
+        let first = self.answered.first_entry()?;
+        if self.in_order && oldest.is_some_and(|oldest| oldest < *first.key()) {
             return None;
         }
-        let (number, (meta, reply, at)) = self.answered.pop_first()?;
-        Some((number, meta, reply, at))
+        Some(first.remove())
     }
 
     pub(super) fn begun(&self) -> u64 {
@@ -76,7 +92,7 @@ impl<M> Gather<M> {
 
     /// When the oldest unanswered task was begun.
     pub(super) fn oldest_begun_at(&self) -> Option<Instant> {
-        self.waiting.first_key_value().map(|(_, (_, _, begun_at))| *begun_at)
+        self.waiting.first_key_value().map(|(_, task)| task.begun_at)
     }
 }
 
@@ -87,7 +103,7 @@ mod tests {
     use super::*;
 
     fn passed_on(gather: &mut Gather<u64>) -> Vec<u64> {
-        std::iter::from_fn(|| gather.next().map(|(number, ..)| number)).collect()
+        std::iter::from_fn(|| gather.next().map(|answered| answered.number)).collect()
     }
 
     fn begun(count: u64, in_order: bool) -> Gather<u64> {
@@ -134,7 +150,7 @@ mod tests {
                 }
                 let number = open.swap_remove(pick.index(open.len()));
                 prop_assert!(gather.answer(number, None, Instant::now()));
-                while let Some((number, meta, ..)) = gather.next() {
+                while let Some(Answered { number, meta, .. }) = gather.next() {
                     prop_assert_eq!(number, meta);
                     out.push(number);
                 }

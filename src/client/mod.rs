@@ -24,13 +24,13 @@ use futures_util::{FutureExt as _, Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use self::gather::Gather;
+use self::gather::{Answered, Gather};
 use self::resend::{LateTask, Resends};
 use crate::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
 };
 use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher,
+    Acker, BrokerError, BrokerSession, Consumer, ConsumerEvent, Delivery, DeliveryTag, Published, Publisher,
     QueueState,
 };
 use crate::config::Broker;
@@ -53,15 +53,15 @@ const POLL_INTERVAL: Duration = Duration::from_secs(2);
 const NACK_DELAY: Duration = Duration::from_secs(1);
 
 /// A task to publish, with the caller's data.
-pub(crate) struct Task<M> {
+pub(crate) struct ClientTask<M> {
     /// The caller's data, given back with the reply.
     pub(crate) meta: M,
     /// None: nothing is published, for example for an invalid line of a batch file. The task counts as answered.
-    pub(crate) request: Option<Request>,
+    pub(crate) message: Option<TaskMessage>,
 }
 
 /// The part of a task's message that differs between tasks.
-pub(crate) struct Request {
+pub(crate) struct TaskMessage {
     pub(crate) message_id: String,
     pub(crate) headers: Headers,
     pub(crate) body: RequestBody,
@@ -71,8 +71,8 @@ pub(crate) struct Request {
     pub(crate) expires: Option<Duration>,
 }
 
-impl Request {
-    /// A request for `url`; none: the first URL that the pool serves.
+impl TaskMessage {
+    /// The message of a task for `url`; none: the first URL that the pool serves.
     pub(crate) fn new(message_id: String, url: Option<&str>, body: RequestBody) -> Self {
         let headers = url.map(|url| (URL.to_owned(), url.into())).into_iter().collect();
         Self { message_id, headers, body, queue: None, expires: None }
@@ -250,7 +250,7 @@ impl Client {
     pub(crate) async fn run<M, E: From<ClientError>>(
         &mut self,
         first: u64,
-        tasks: impl Stream<Item = Result<Task<M>, E>>,
+        tasks: impl Stream<Item = Result<ClientTask<M>, E>>,
         bounds: &Bounds,
         sink: &mut impl Sink<M, E>,
     ) -> Result<(), E> {
@@ -361,7 +361,7 @@ impl<'a, M> Run<'a, M> {
 
     /// Gives the sink the answers whose turn it is.
     fn deliver_answers<E>(&mut self, sink: &mut impl Sink<M, E>) -> Result<(), E> {
-        while let Some((number, meta, reply, at)) = self.gather.next() {
+        while let Some(Answered { number, meta, reply, at }) = self.gather.next() {
             if let Some(resends) = &mut self.resends {
                 resends.answered(number, at);
             }
@@ -387,17 +387,17 @@ impl<'a, M> Run<'a, M> {
     }
 
     /// Begins a task. Returns the future that publishes it; none if nothing is to be published.
-    fn begin<E>(&mut self, task: Task<M>, sink: &mut impl Sink<M, E>) -> Option<Publishing<'a>> {
-        let Task { meta, request } = task;
+    fn begin<E>(&mut self, task: ClientTask<M>, sink: &mut impl Sink<M, E>) -> Option<Publishing<'a>> {
+        let ClientTask { meta, message } = task;
         let (number, now) = (self.gather.begun() + self.first, Instant::now());
         sink.begun(number, &meta);
-        self.gather.begin(meta, request.as_ref().map_or(0, |request| request.body.len()), now);
-        let Some(request) = request else {
+        self.gather.begin(meta, message.as_ref().map_or(0, |message| message.body.len()), now);
+        let Some(message) = message else {
             self.gather.answer(number, None, now);
             return None;
         };
-        let queue = request.queue.clone().unwrap_or_else(|| self.task_queue.clone());
-        let message = Arc::new(message(number, request, self.reply_to.clone()));
+        let queue = message.queue.clone().unwrap_or_else(|| self.task_queue.clone());
+        let message = Arc::new(complete(number, message, self.reply_to.clone()));
         if let Some(resends) = &mut self.resends {
             resends.begin(number, queue.clone(), message.clone());
         }
@@ -483,21 +483,21 @@ async fn next_burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery
     let mut event = Some(consumer.next().await?);
     while let Some(received) = event {
         match received {
-            Event::Delivery(delivery) => {
+            ConsumerEvent::Delivery(delivery) => {
                 unacked.push(delivery.delivery_tag);
                 deliveries.push(*delivery);
             }
-            Event::Lost { .. } if *is_durable => {}
-            Event::Lost { .. } | Event::End => return Ok(None),
+            ConsumerEvent::Lost { .. } if *is_durable => {}
+            ConsumerEvent::Lost { .. } | ConsumerEvent::End => return Ok(None),
         }
         event = if deliveries.len() < MAX_BURST { consumer.next().now_or_never().transpose()? } else { None };
     }
     Ok(Some(deliveries))
 }
 
-/// A persistent message with the current time. The task's number is its correlation id.
-fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
-    let Request { message_id, mut headers, body, expires, .. } = request;
+/// Makes a task's message persistent and dates it. The task's number is its correlation id.
+fn complete(number: u64, task: TaskMessage, reply_to: Option<String>) -> Message {
+    let TaskMessage { message_id, mut headers, body, expires, .. } = task;
     let now = jiff::Timestamp::now();
     headers.insert("timestamp_in_ms".into(), now.as_millisecond().into());
     headers.extend(body.headers());

@@ -96,12 +96,12 @@ impl Tally {
 
     /// The report for this pool. `errors` counts the lines of this run that hold an error, and `output_errors` those of
     /// the whole output.
-    pub(crate) fn report(&mut self, pool: &str, errors: u64, output_errors: &ErrorCounts) -> Report {
+    pub(crate) fn report(&mut self, pool: &str, errors: u64, output_errors: &ErrorCounts) -> RunReport {
         self.replies.began = self.began.unwrap_or_default();
         let replies = &self.replies;
         let Batches { passes, inputs, tokens } = self.batches;
         let workers = replies.shares();
-        Report {
+        RunReport {
             pool: pool.to_owned(),
             model: self.model.clone(),
             lines: self.answered + self.without_reply,
@@ -119,7 +119,7 @@ impl Tally {
             tokens_per_second: replies.tokens.map(|tokens| replies.per_second(tokens)),
             generated_tokens_per_second: replies.generated.map(|tokens| replies.per_second(tokens)),
             audio: replies.audio(),
-            batch: (passes > 0.0).then(|| Batch {
+            batch: (passes > 0.0).then(|| MeanBatch {
                 passes: passes.round() as u64,
                 mean_inputs: rounded(inputs / passes),
                 mean_tokens: rounded(tokens / passes),
@@ -131,7 +131,7 @@ impl Tally {
 }
 
 #[derive(Debug, Serialize)]
-pub(crate) struct Report {
+pub(crate) struct RunReport {
     pool: String,
     /// The model as the first reply names it.
     model: String,
@@ -159,13 +159,13 @@ pub(crate) struct Report {
     /// Tokens of generated text.
     generated_tokens_per_second: Option<f64>,
     audio: Option<Audio>,
-    batch: Option<Batch>,
+    batch: Option<MeanBatch>,
     workers: Vec<WorkerShare>,
     device_busy_percent: Option<f64>,
 }
 
 #[derive(Debug, Serialize)]
-struct Batch {
+struct MeanBatch {
     passes: u64,
     mean_inputs: f64,
     mean_tokens: f64,

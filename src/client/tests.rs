@@ -116,8 +116,8 @@ async fn run(case: Case) -> (Counts, Result<(), ClientError>) {
     let broker = Broker { memory: memory.clone(), twice, deaf_from, shared_channel: shared_channel.clone() };
     let (acker, publisher) = (Arc::new(SlowAcker(shared_channel)), Arc::new(broker));
     let session = BrokerSession { acker, publisher, ..memory.open() };
-    let request = || Request::new(String::new(), None, String::new().into());
-    let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
+    let message = || TaskMessage::new(String::new(), None, String::new().into());
+    let tasks = stream::iter((0..count).map(|meta| Ok(ClientTask { meta, message: Some(message()) })));
     let bounds = Bounds { max_tasks: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };
     let mut counts = Counts::default();
     let ended = Client::over(session, "tasks", "replies").run(0, tasks, &bounds, &mut counts).await;

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context as _, anyhow};
 
 use super::{Registry, start_logging, tolerate_broken_pipe};
-use crate::cli::{CheckConfig, Settings};
+use crate::cli::{CheckConfig, SettingsArguments};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Tls};
 use crate::launcher::{Host, plan};
@@ -39,7 +39,7 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     start_logging(Some(QUIET))?;
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());
-    let loaded = registry.load(&Settings { config, set: arguments.settings.set.clone() }, &[])?;
+    let loaded = registry.load(&SettingsArguments { config, set: arguments.settings.set.clone() }, &[])?;
     // The checks go on if the reader has closed its end, as in `… | head`.
     tolerate_broken_pipe(writeln!(std::io::stdout(), "{}", loaded.effective))?;
     let Tls { ca_file, cert_file, key_file } = &loaded.settings.broker.tls;

@@ -11,9 +11,9 @@ use tokio::time::Instant;
 
 use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlCommand};
-use crate::client::fleet::{Control, FleetError, Gather};
+use crate::client::fleet::{AnswerWait, Control, FleetError};
 use crate::commands::exits::ExitsWith as _;
-use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
+use crate::protocol::admin::{ControlRequest, LauncherAnswer, SlotReport, State, Target};
 use crate::protocol::shorten;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
@@ -49,8 +49,8 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             _ => None,
         });
         let gather = match (arguments.timeout, expected) {
-            (None, None) => Gather::UntilQuiet,
-            (_, expected) => Gather::Expected(expected.unwrap_or(usize::MAX)),
+            (None, None) => AnswerWait::UntilQuiet,
+            (_, expected) => AnswerWait::Expected(expected.unwrap_or(usize::MAX)),
         };
         let answers = control.request(&target, &request, deadline, gather).await;
         let mut answers = answers.map_err(with_exit)?;
@@ -99,7 +99,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
 }
 
 /// How many tasks were cancelled. None if no launcher reports it, as in older versions.
-fn cancelled(answers: &[Answer]) -> Option<u64> {
+fn cancelled(answers: &[LauncherAnswer]) -> Option<u64> {
     let slots = answers.iter().flat_map(|answer| &answer.slots);
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
@@ -111,8 +111,8 @@ fn cancelled(answers: &[Answer]) -> Option<u64> {
 async fn wait_for(
     control: &mut Control,
     target: &Target,
-    order: &Request,
-    answers: &mut [Answer],
+    order: &ControlRequest,
+    answers: &mut [LauncherAnswer],
     limit: Duration,
 ) -> anyhow::Result<()> {
     let deadline = Instant::now() + limit;
@@ -122,7 +122,12 @@ async fn wait_for(
     loop {
         let next_ping = deadline.min(Instant::now() + PING_INTERVAL);
         let ping_deadline = Instant::now() + PING_TIMEOUT;
-        let pinged = control.request(target, &Request::Ping, ping_deadline, Gather::Expected(answers.len()));
+        let pinged = control.request(
+            target,
+            &ControlRequest::Ping,
+            ping_deadline,
+            AnswerWait::Expected(answers.len()),
+        );
         let current = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = current.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
@@ -151,7 +156,7 @@ async fn wait_for(
 
 /// Replaces the states in `answers` by the current ones. A slot without a report is shown as stopped: its launcher has
 /// ended, or does not answer.
-fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
+fn set_current_states(answers: &mut [LauncherAnswer], current: &[LauncherAnswer]) {
     for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
         // `done` says that the slot has begun to carry out the order. By now it has finished.
         slot.done = None;
@@ -164,23 +169,23 @@ fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
 
 /// Whether a slot has carried out an order. `before` is its report when it accepted the order, `after` its current
 /// report; none if its launcher does not answer.
-fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotReport>) -> bool {
+fn is_carried_out(order: &ControlRequest, before: &SlotReport, after: Option<&SlotReport>) -> bool {
     let state = after.map(|slot| slot.state);
     match order {
-        Request::Pause => matches!(state, Some(State::Paused | State::Stopped)),
-        Request::Resume => state.is_some_and(State::is_serving),
-        Request::Restart => {
+        ControlRequest::Pause => matches!(state, Some(State::Paused | State::Stopped)),
+        ControlRequest::Resume => state.is_some_and(State::is_serving),
+        ControlRequest::Restart => {
             state.is_some_and(State::is_serving) && after.is_some_and(|slot| slot.pid != before.pid)
         }
-        Request::Drain => state == Some(State::Stopped),
+        ControlRequest::Drain => state == Some(State::Stopped),
         // A launcher ends with its last slot, and does not answer after that.
-        Request::Shutdown => state.is_none_or(|state| state == State::Stopped),
-        Request::Ping
-        | Request::Stats
-        | Request::Active
-        | Request::LogLevel { .. }
-        | Request::Cancel(_)
-        | Request::CancelAll(_) => true,
+        ControlRequest::Shutdown => state.is_none_or(|state| state == State::Stopped),
+        ControlRequest::Ping
+        | ControlRequest::Stats
+        | ControlRequest::Active
+        | ControlRequest::LogLevel { .. }
+        | ControlRequest::Cancel(_)
+        | ControlRequest::CancelAll(_) => true,
     }
 }
 
@@ -194,14 +199,14 @@ pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
     }
 }
 
-fn print_answers(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
+fn print_answers(answers: &[LauncherAnswer], arguments: &Ctl) -> anyhow::Result<()> {
     let mut text = String::new();
     for answer in answers {
         if arguments.json {
             let _ = writeln!(text, "{}", json_of(answer)?);
             continue;
         }
-        let Answer { launcher, host, pid, version, uptime_ms, .. } = answer;
+        let LauncherAnswer { launcher, host, pid, version, uptime_ms, .. } = answer;
         let host = if launcher == host { String::new() } else { format!(" on {host}") };
         let up = span(*uptime_ms);
         let _ = writeln!(text, "{launcher}{host}  process {pid}, sconce {version}, up {up}");
@@ -315,7 +320,7 @@ fn state_and_failure(slot: &SlotReport) -> String {
 }
 
 /// An answer as JSON, in which histograms have names and bounds, and durations are in seconds.
-fn json_of(answer: &Answer) -> anyhow::Result<Json> {
+fn json_of(answer: &LauncherAnswer) -> anyhow::Result<Json> {
     let mut json = serde_json::to_value(answer)?;
     let reports = json.get_mut("slots").and_then(Json::as_array_mut).into_iter().flatten();
     for (report, slot) in reports.zip(&answer.slots) {
@@ -374,7 +379,7 @@ mod tests {
             done: Some("restarting".to_owned()),
             ..SlotReport::default()
         };
-        let answer = |slots| Answer { slots, ..Answer::default() };
+        let answer = |slots| LauncherAnswer { slots, ..LauncherAnswer::default() };
         let mut answers =
             [answer(vec![slot("a/x/0", State::Ready, Some(1)), slot("a/x/1", State::Ready, Some(2))])];
         let current = [answer(vec![slot("a/x/0", State::Busy, Some(3))])];
@@ -388,7 +393,7 @@ mod tests {
     fn cancelled_tasks_are_counted_if_any_launcher_reports_them() {
         let answer = |cancelled| {
             let slot = SlotReport { cancelled, ..SlotReport::default() };
-            Answer { slots: vec![slot], ..Answer::default() }
+            LauncherAnswer { slots: vec![slot], ..LauncherAnswer::default() }
         };
         assert_eq!(cancelled(&[answer(Some(0)), answer(Some(1)), answer(None)]), Some(1));
         assert_eq!(cancelled(&[answer(Some(0)), answer(None)]), Some(0));

@@ -19,7 +19,7 @@ use crate::broker::amqp::{
 use crate::broker::{BrokerError, BrokerSession, Publisher as _, QueueState};
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, TaskQueue, redact_url};
+use crate::config::{Assignment, ConfigError, LoadedSettings, Pool, Settings, TaskQueue, redact_url};
 use crate::launcher::order::Handle;
 use crate::launcher::{Host, LaunchSpec, LauncherName, PreparedLauncher, RawLines, Withdrawals, plan};
 use crate::protocol::admin::Target;
@@ -47,7 +47,7 @@ const SCRAPE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 const CONTROL_RETRY_DELAY: Duration = Duration::from_secs(60);
 
 /// A function that loads the settings, for the start and for each SIGHUP.
-type Load<'a> = dyn Fn() -> Result<Loaded, ConfigError> + 'a;
+type Load<'a> = dyn Fn() -> Result<LoadedSettings, ConfigError> + 'a;
 
 /// Runs the service.
 pub(super) fn run(arguments: &cli::Launch, registry: &Registry) -> anyhow::Result<Exit> {
@@ -96,7 +96,7 @@ pub(super) fn run(arguments: &cli::Launch, registry: &Registry) -> anyhow::Resul
 
 async fn serve(
     load: &Load<'_>,
-    loaded: &Loaded,
+    loaded: &LoadedSettings,
     host: &Host,
     program: &Path,
     assignments: &[Assignment],
@@ -306,7 +306,13 @@ async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Wit
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.
 /// `initial`: the settings that the launcher started with.
-async fn reload(load: &Load<'_>, initial: &Settings, host: &Host, in_force: &mut Loaded, handle: &Handle) {
+async fn reload(
+    load: &Load<'_>,
+    initial: &Settings,
+    host: &Host,
+    in_force: &mut LoadedSettings,
+    handle: &Handle,
+) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load().map_err(anyhow::Error::from);
     // Not `Registry::plan`, which checks the free memory of devices: the running workers use it. A new worker reports

@@ -33,7 +33,7 @@ use anyhow::{Context, anyhow};
 
 use self::exits::ExitsWith as _;
 use crate::cli::{self, Command};
-use crate::config::{self, ConfigError, Loaded, Pool};
+use crate::config::{self, ConfigError, LoadedSettings, Pool};
 use crate::launcher::guard_workers;
 use crate::model::sequences::grammar;
 use crate::python::become_interpreter;
@@ -84,7 +84,10 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
 }
 
 /// Loads the settings: files, environment, flags.
-fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, ConfigError> {
+fn load(
+    settings: &cli::SettingsArguments,
+    flags: &[(String, String)],
+) -> Result<LoadedSettings, ConfigError> {
     let mut files = settings.config.clone();
     if files.is_empty() {
         let paths = std::env::var_os("SCONCE_CONFIG").unwrap_or_default();

@@ -23,7 +23,7 @@ use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, depth_of};
 use crate::cli::Publish;
 use crate::client::fleet::Control;
-use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
+use crate::client::{Bounds, Client, ClientError, ClientTask, Sink, TaskMessage};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Broker, Pool, Settings};
 use crate::model::Route;
@@ -214,7 +214,11 @@ async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Resul
 }
 
 /// A request, and the file for its result if `--output` is given.
-type NamedRequest = (requests::Request, Option<ResultFile>);
+struct NamedRequest {
+    request: requests::Request,
+    file: Option<ResultFile>,
+}
+
 type NamedRequests = Box<dyn Iterator<Item = anyhow::Result<NamedRequest>> + Send>;
 
 /// Gives each request the file for its result, if `--output` is given. Checks all names before the first task is
@@ -247,7 +251,7 @@ fn with_files(requests: Requests, mut files: Option<ResultFiles>) -> NamedReques
     Box::new(requests.map(move |request| {
         let mut request = request?;
         let file = files.as_mut().map(|files| files.file_for(&mut request)).transpose()?;
-        Ok((request, file))
+        Ok(NamedRequest { request, file })
     }))
 }
 
@@ -259,14 +263,15 @@ struct Meta {
 
 /// Turns a request into a task that remembers the user's id and the file for its reply. `url` replaces the URL of the
 /// request. `stream` asks for the parts of a transcript if the body is a recording.
-fn task((request, file): NamedRequest, url: Option<&str>, stream: bool) -> Task<Meta> {
+fn task(named: NamedRequest, url: Option<&str>, stream: bool) -> ClientTask<Meta> {
+    let NamedRequest { request, file } = named;
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
     let is_sound = request.body.media_type.as_deref().is_some_and(|it| it.starts_with("audio/"));
-    let mut task = Request::new(message_id, url.or(request.url.as_deref()), request.body);
+    let mut message = TaskMessage::new(message_id, url.or(request.url.as_deref()), request.body);
     if stream && is_sound {
-        task.headers.insert("stream".to_owned(), "true".into());
+        message.headers.insert("stream".to_owned(), "true".into());
     }
-    Task { meta: Meta { custom_id: request.custom_id, file }, request: Some(task) }
+    ClientTask { meta: Meta { custom_id: request.custom_id, file }, message: Some(message) }
 }
 
 /// Prints replies, or counts published tasks.

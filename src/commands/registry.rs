@@ -7,12 +7,14 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use parking_lot::Mutex;
-use tokio::sync::oneshot::channel as oneshot_channel;
+use tokio::sync::oneshot;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, ConfigError, Dtype, Loaded, OptionProblem, Pool, Settings, check_options};
-use crate::engine::{Starter, assuming, chosen, continuous, foreign, oneshot, strict_refusal};
+use crate::config::{
+    Assignment, ConfigError, Dtype, LoadedSettings, OptionProblem, Pool, Settings, check_options,
+};
+use crate::engine::{Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Description, Family, Sample};
 use crate::model::load::{ModelFiles, weights_size, widened_types};
@@ -63,7 +65,7 @@ impl Register for Registry {
         P: Processor,
         F: Forward<Input = P::Input, Output = P::Output>,
     {
-        self.add(family, oneshot(with_option_check(family, load)));
+        self.add(family, one_pass(with_option_check(family, load)));
     }
 
     fn sequences<P, G>(&mut self, family: &'static Family, load: Load<P, G>)
@@ -100,7 +102,7 @@ impl Registry {
         R: Processor,
         F: Forward<Input = R::Input, Output = R::Output>,
     {
-        self.named.insert(name.to_owned(), Named { starter: oneshot(load), family: None });
+        self.named.insert(name.to_owned(), Named { starter: one_pass(load), family: None });
         self
     }
 
@@ -155,7 +157,7 @@ impl Registry {
                     (process.clone(), assignment.clone(), Mutex::new(Some(lost)));
                 let starter = foreign(move |spec, wake| {
                     // A starter is used once.
-                    let lost = lost.lock().take().unwrap_or_else(|| oneshot_channel().1);
+                    let lost = lost.lock().take().unwrap_or_else(|| oneshot::channel().1);
                     python::load(&loaded, &assignment, spec, lost, wake)
                 });
                 Started { starter, process: Some(process) }
@@ -193,9 +195,9 @@ impl Registry {
     /// The operator must change the settings.
     pub(super) fn load(
         &self,
-        settings: &cli::Settings,
+        settings: &cli::SettingsArguments,
         flags: &[(String, String)],
-    ) -> Result<Loaded, ConfigError> {
+    ) -> Result<LoadedSettings, ConfigError> {
         let mut loaded = super::load(settings, flags)?;
         self.resolve_folders(&mut loaded);
         let pools = loaded.settings.pools.iter().enumerate();
@@ -209,7 +211,7 @@ impl Registry {
     /// Replaces each pool's `model` by the full path of the folder or file that it names. Leaves the names of
     /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub, and
     /// `has_default_name`.
-    pub(super) fn resolve_folders(&self, loaded: &mut Loaded) {
+    pub(super) fn resolve_folders(&self, loaded: &mut LoadedSettings) {
         for index in 0..loaded.settings.pools.len() {
             loaded.settings.pools[index].has_default_name = loaded.has_default_name(index);
             let Some(folder) = loaded.model_folder(index) else { continue };

@@ -11,11 +11,11 @@ use super::{load, pool_named, queue_named, start_logging};
 use crate::broker::amqp::{AmqpPublisher, Connector, QueueDepth, depth_of};
 use crate::broker::{BrokerError, Publisher as _};
 use crate::cli::StopWorkers;
-use crate::client::fleet::{Control, Gather};
+use crate::client::fleet::{AnswerWait, Control};
 use crate::client::publish;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 use crate::protocol::control::{Cancellation, new_run_id};
 use crate::protocol::task::{SHUTDOWN, STOP};
 use crate::protocol::{Headers, Message, Properties};
@@ -140,9 +140,10 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
     if let Err(error) = &stored {
         writeln!(io::stderr(), "the withdrawal is not kept for launchers that start later: {error}")?;
     }
-    let (target, request) = (Target::All, Request::Cancel(cancellation));
+    let (target, request) = (Target::All, ControlRequest::Cancel(cancellation));
     let deadline = Instant::now() + CONFIRM_TIMEOUT;
-    let answers = control.request(&target, &request, deadline, Gather::UntilQuiet).await.map_err(with_exit);
+    let answers =
+        control.request(&target, &request, deadline, AnswerWait::UntilQuiet).await.map_err(with_exit);
     control.close().await;
     let (refusals, confirmed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::cli::Submit;
 use crate::client::Resend;
-use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress, RunEnd, end_run};
+use crate::client::job::{Job, JobError, JobOptions, JobRun, Progress, RunEnd, end_run, open_job};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::control::Cancellation;
@@ -48,8 +48,7 @@ pub(super) fn run(arguments: &Submit, registry: &Registry) -> anyhow::Result<Exi
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let queue = &queue_of(pool, arguments)?;
     let batch = batch_of(&arguments.batch, std::slice::from_ref(pool), registry).exits_with(Exit::Usage)?;
-    let files = JobFiles::open(&batch, queue).exits_with(Exit::Usage)?;
-    let job = files.job(arguments.attempts);
+    let job = open_job(&batch, queue, arguments.attempts).exits_with(Exit::Usage)?;
     let report_for = arguments.json.then_some(pool.name.as_str());
     if job.borrow().is_complete() {
         return conclude(&mut job.borrow_mut(), report_for, Ok(()));
@@ -238,7 +237,8 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     let of_total = job.total().map(|total| format!(" of {total}")).unwrap_or_default();
     let (now, failed) = (written - before, errors.total());
     let mut summary = format!("{now}{of_total} rows answered now, {before} before; {failed} with an error\n");
-    summary += &batch_errors::summary(&job.remarks(), job.names_errors(), errors, job.truncated());
+    let results = job.results();
+    summary += &batch_errors::summary(&results.remarks(), results.names_errors(), errors, job.truncated());
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(

@@ -175,9 +175,9 @@ mod tests {
     use std::io::Write;
     use std::path::PathBuf;
 
-    use super::super::{Loaded, default_file, load};
+    use super::super::{LoadedSettings, default_file, load};
 
-    fn load_text(text: &str) -> Loaded {
+    fn load_text(text: &str) -> LoadedSettings {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         file.write_all(text.as_bytes()).expect("written");
         let files: Vec<PathBuf> = vec![file.path().to_owned()];

@@ -54,7 +54,7 @@ pub use settings::{
 
 /// Validated settings, and their origins.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Loaded {
+pub struct LoadedSettings {
     /// The validated settings.
     pub settings: Settings,
     /// The settings as TOML, each with a comment that gives its origin; secrets masked.
@@ -65,7 +65,7 @@ pub struct Loaded {
     origins: BTreeMap<String, String>,
 }
 
-impl Loaded {
+impl LoadedSettings {
     /// The settings in which `later` differs, each with its new value; secrets masked.
     pub fn changes(&self, later: &Self) -> Vec<String> {
         self.values.changes(&later.values)
@@ -73,17 +73,17 @@ impl Loaded {
 
     /// The folder that the `model` of a pool may name. Does not check that it exists. None if there is no such pool.
     pub fn model_folder(&self, pool: usize) -> Option<PathBuf> {
-        let origin = self.origins.get(&format!("pool[{pool}].model")).map_or(read::BUILT_IN, String::as_str);
+        let origin = origin_in(&self.origins, &format!("pool[{pool}].model"));
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
     }
 
-    /// Makes the paths of pools whose model is a class in Python absolute. An executable without a `/` is looked for in the
-    /// `PATH`.
+    /// Makes the paths of pools whose model is a class in Python absolute. An executable without a `/` is looked for in
+    /// the `PATH`.
     fn resolve_python(&mut self) {
         for (index, pool) in self.settings.pools.iter_mut().enumerate() {
             let resolve = |key: &str, path: &str| {
-                let origin = self.origins.get(&format!("pool[{index}].{key}"));
-                model_folder::of(path, origin.map_or(read::BUILT_IN, String::as_str)).display().to_string()
+                let origin = origin_in(&self.origins, &format!("pool[{index}].{key}"));
+                model_folder::of(path, origin).display().to_string()
             };
             let Some(model) = python::resolved(&pool.model, |file| resolve("model", file)) else { continue };
             pool.model = model;
@@ -102,19 +102,17 @@ impl Loaded {
     /// There is such a pool.
     pub fn refuse_python(&self, expected: &str) -> Result<(), ConfigError> {
         let pools = self.settings.pools.iter().enumerate().filter(|(_, pool)| pool.python_class().is_some());
-        let problems: Vec<Problem> = pools
-            .map(|(index, pool)| {
-                let path = format!("pool[{index}].model");
-                let origin = self.origins.get(&path).map_or(read::BUILT_IN, String::as_str).to_owned();
-                Problem::new(path, expected).with_origin(origin).with_text(&pool.model)
-            })
-            .collect();
-        if problems.is_empty() { Ok(()) } else { Err(ConfigError::new(problems)) }
+        let problem = |(index, pool): (usize, &Pool)| {
+            let path = format!("pool[{index}].model");
+            let origin = origin_in(&self.origins, &path);
+            Problem::new(path, expected).with_origin(origin).with_text(&pool.model)
+        };
+        ConfigError::unless_empty(pools.map(problem).collect())
     }
 
     /// Whether the settings do not name this pool, so that it has the default name.
     pub fn has_default_name(&self, pool: usize) -> bool {
-        self.origins.get(&format!("pool[{pool}].name")).is_none_or(|origin| origin == read::BUILT_IN)
+        origin_in(&self.origins, &format!("pool[{pool}].name")) == read::BUILT_IN
     }
 
     /// Turns the problems that the caller has found in `[pool.options]` into one error, and adds the origins of the
@@ -129,13 +127,17 @@ impl Loaded {
     ) -> Result<(), ConfigError> {
         let with_path = |(pool, OptionProblem { option, value, problem }): (usize, OptionProblem)| {
             let path = format!("pool[{pool}].options.{option}");
-            let origin = self.origins.get(&path).map_or(read::BUILT_IN, String::as_str).to_owned();
+            let origin = origin_in(&self.origins, &path);
             let problem = Problem::new(path, problem).with_origin(origin);
             if let Some(value) = value { problem.with_text(&value.to_string()) } else { problem }
         };
-        let problems: Vec<Problem> = problems.into_iter().map(with_path).collect();
-        if problems.is_empty() { Ok(()) } else { Err(ConfigError::new(problems)) }
+        ConfigError::unless_empty(problems.into_iter().map(with_path).collect())
     }
+}
+
+/// The origin of the setting at this path.
+fn origin_in<'a>(origins: &'a BTreeMap<String, String>, path: &str) -> &'a str {
+    origins.get(path).map_or(read::BUILT_IN, String::as_str)
 }
 
 /// Loads the settings. Later layers win: built-in defaults < `files` in their order < `AMQP_URL` <
@@ -148,7 +150,7 @@ pub fn load(
     files: &[PathBuf],
     environment: impl IntoIterator<Item = (String, String)>,
     flags: &[(String, String)],
-) -> Result<Loaded, ConfigError> {
+) -> Result<LoadedSettings, ConfigError> {
     let (merged, unknown_keys) =
         layers::merge(&default_file(), files, environment, flags).map_err(ConfigError::new)?;
     let mut report = read::Report::default();
@@ -157,7 +159,8 @@ pub fn load(
     match settings {
         Some(settings) if report.problems.is_empty() => {
             let values = effective::Effective::of(&merged, &settings::outline());
-            let mut loaded = Loaded { settings, effective: values.render(), values, origins: report.origins };
+            let (effective, origins) = (values.render(), report.origins);
+            let mut loaded = LoadedSettings { settings, effective, values, origins };
             loaded.resolve_python();
             Ok(loaded)
         }

@@ -135,8 +135,9 @@ impl Known {
         }
     }
 
-    /// The path of the setting that is `written` as `spell` spells it, or as its path. An option of a pool's model may
-    /// have any name, because only the model knows its options: `read_option` reads it.
+    /// Finds a setting by what is `written`: its path, or what `spell` makes of its path. Returns the path. An option of a
+    /// pool's model may have any name, because only the model knows its options; `read_option` makes the option's name
+    /// from what is written.
     fn find(
         &self,
         written: &str,
@@ -155,8 +156,8 @@ impl Known {
         known.or_else(|| (0..self.pools).find_map(option))
     }
 
-    /// Why no setting was found, and which one was probably meant, as `spell` spells it. `written` has dots between its
-    /// levels, as in `pool.0.model`.
+    /// Why no setting was found, and which one was probably meant; `spell` makes its name from its path. `written` has
+    /// dots between its levels, as in `pool.0.model`.
     fn explain(&self, written: &str, spell: fn(&str) -> String) -> String {
         let pool =
             written.strip_prefix("pool.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());

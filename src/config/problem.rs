@@ -70,6 +70,11 @@ impl ConfigError {
         Self { problems }
     }
 
+    /// An error if there is a problem.
+    pub(super) fn unless_empty(problems: Vec<Problem>) -> Result<(), Self> {
+        if problems.is_empty() { Ok(()) } else { Err(Self { problems }) }
+    }
+
     /// The problems, in the order of the settings.
     pub fn problems(&self) -> &[Problem] {
         &self.problems

@@ -536,7 +536,7 @@ impl Retry {
     }
 }
 
-named! {
+named_enum! {
     /// The `dtype` setting.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]

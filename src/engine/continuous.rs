@@ -20,7 +20,7 @@ use super::probe::ProbeError;
 use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, TaskState, now};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, ReservedTokens, TaskState, now};
 use crate::batching::sequences::{Change, Limits, Row, Scheduler, SequenceSpec};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{
@@ -540,13 +540,13 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
         let settled = self.settle_rows(rows, outcome, began, pass, &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
-        let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
+        let reserved = ReservedTokens { now: self.scheduler.reserved(), max: self.queue.capacity.tokens };
         self.observer.pass_ended(&EndedPass {
             began: began_wall,
             took,
             pass,
             tasks: &tasks,
-            reserved,
+            reserved: Some(reserved),
             fault,
         });
         if self.network.has_even_steps() {

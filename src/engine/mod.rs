@@ -4,7 +4,7 @@
 //!
 //! | file | decides |
 //! |---|---|
-//! | `oneshot` | the loop of models that answer in one pass |
+//! | `one_pass` | the loop of models that answer in one pass |
 //! | `continuous` | the loop of models whose sequences join and leave |
 //! | `streams` | the loop of models in a process of their own that run tasks side by side |
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
@@ -25,7 +25,7 @@ mod batch;
 mod continuous;
 mod job;
 mod memory;
-mod oneshot;
+mod one_pass;
 mod outputs;
 mod pace;
 mod panics;
@@ -59,7 +59,7 @@ pub use memory::Memory;
 pub use panics::caught;
 pub use run_loop::Waker;
 pub use start::{
-    Foreign, ForeignWork, Starter, assuming, chosen, continuous, foreign, oneshot, strict_refusal,
+    Foreign, ForeignWork, Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal,
 };
 pub use streams::{StreamEvent, StreamId, Streams};
 pub use task_state::TaskState;
@@ -292,10 +292,19 @@ pub struct EndedPass<'a> {
     pub pass: Pass,
     /// The tasks of its inputs, each listed once.
     pub tasks: &'a [Arc<TaskState>],
-    /// For sequences: the tokens that are reserved for the running ones, and the maximum that can be reserved.
-    pub reserved: Option<(usize, usize)>,
+    /// Only for sequences.
+    pub reserved: Option<ReservedTokens>,
     /// Why the device failed in this pass, if it did.
     pub fault: Option<&'a str>,
+}
+
+/// The tokens of keys and values that are reserved for running sequences.
+#[derive(Clone, Copy, Debug)]
+pub struct ReservedTokens {
+    /// Tokens that are reserved now.
+    pub now: usize,
+    /// The most tokens that can be reserved.
+    pub max: usize,
 }
 
 /// What an engine is started with.

@@ -5,21 +5,20 @@ use std::io;
 use std::sync::Arc;
 use std::thread;
 
-use tokio::sync::oneshot as oneshot_channel;
+use tokio::sync::oneshot;
 
 use super::batch::Network;
 use super::continuous::{Continuous, Probe, SequenceQueue};
 use super::job::Handle;
-use super::oneshot::{OneShot, WaitingInputs};
+use super::one_pass::{OnePass, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
 use super::streams::{self, StreamLoop, StreamQueue, Streams};
 use super::{ForeignProcess, Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
 use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, Unfit, device};
 
-/// Returns what turns a failure of the device into one of the process that holds the model: nothing else has opened the
-/// device.
-fn of_process(model: &str) -> impl Fn(LoadError) -> LoadError {
+/// Only the model's process has opened the device, so a failure of the device is a failure of that process.
+fn as_process_failure(model: &str) -> impl Fn(LoadError) -> LoadError {
     move |error| match error {
         LoadError::Device { reason, .. } => LoadError::Process { model: model.to_owned(), reason },
         other => other,
@@ -35,7 +34,7 @@ type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadErro
 
 /// Makes a starter of engines for a one-pass model. `load` is called once for each engine, on its model thread, with
 /// the opened device.
-pub fn oneshot<P, F>(
+pub fn one_pass<P, F>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(P, F), LoadError> + Send + Sync + 'static,
 ) -> Starter
 where
@@ -66,7 +65,7 @@ where
     let mut network = Network::new(network, observer, notices);
     network.try_probe(&processor).map_err(|error| error.load_error(&spec, &device))?;
     let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
-    let model_loop = OneShot::new(network, waiting.clone());
+    let model_loop = OnePass::new(network, waiting.clone());
     let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
     Ok((Loaded::new(engine, receiver, device, dtype), Box::new(model_loop)))
 }
@@ -110,12 +109,12 @@ where
         let (loaded, model_loop) = match work {
             ForeignWork::Batches(network) => {
                 loop_of_batches(setup, waker, (processor, network), dtype, device)
-                    .map_err(of_process(&model))?
+                    .map_err(as_process_failure(&model))?
             }
             ForeignWork::Streams(mut streams) => {
                 streams::try_probe(&processor, &mut streams)
                     .map_err(|error| error.load_error(&setup.spec, &device))
-                    .map_err(of_process(&model))?;
+                    .map_err(as_process_failure(&model))?;
                 let (notices, receiver) = Notices::new();
                 let queue = Arc::new(StreamQueue::new(streams.concurrency(), setup.policy, waker));
                 let model_loop = StreamLoop::new(streams, queue.clone(), setup.observer, notices);
@@ -128,7 +127,7 @@ where
     }))
 }
 
-/// Makes a starter of engines for a model whose sequences join and leave. `load` is called as in [`oneshot`].
+/// Makes a starter of engines for a model whose sequences join and leave. `load` is called as in [`one_pass`].
 pub fn continuous<P, G>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(P, G), LoadError> + Send + Sync + 'static,
 ) -> Starter
@@ -176,7 +175,7 @@ pub fn assuming(
     }))
 }
 
-/// The refusal of a strict pool's model of which something must be assumed.
+/// Why a strict pool refuses a model whose files do not tell everything.
 pub fn strict_refusal(model: &str, assumptions: &[String]) -> LoadError {
     let reason =
         format!("strict_model is true, and the model's files do not tell all: {}", assumptions.join("; "));
@@ -194,8 +193,8 @@ struct Opened<M> {
     _proven: device::Proven,
 }
 
-/// Checks the device, opens it, and loads a model onto it. If the number format is chosen, it is the first candidate that
-/// the model takes and that passes the checks.
+/// Checks the device, opens it, and loads a model onto it. If the settings name no number format, it is the first
+/// candidate that the model takes and that passes the checks.
 fn open<M>(
     spec: &LoadSpec,
     min_speed: f64,
@@ -212,24 +211,24 @@ fn open<M>(
         let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
         let (device, name) = device::open(&spec.device)?;
         let model = load(spec, &device)
-            .map_err(|error| judged(error, spec, |in_f32| load(in_f32, &device).map(drop)))?;
+            .map_err(|error| judge_results(error, spec, |in_f32| load(in_f32, &device).map(drop)))?;
         Ok((model, name, proven))
     });
     let ((model, name, proven), dtype) = loaded?;
     Ok(Opened { model, dtype, name, _proven: proven })
 }
 
-/// Decides whether the number format or the device is at fault if a model computes something else than a CPU in f32. The
-/// device has multiplied known matrices correctly in that format before. `load` loads the model in f32 onto the same
-/// device, which is compared too.
-fn judged(
+/// If the results of a model differ from those of a CPU in f32, decides whether the number format or the device is at
+/// fault. Before, the device has multiplied known matrices correctly in that format. `load` loads the model in f32 onto
+/// the same device, and compares the results of that, too.
+fn judge_results(
     error: LoadError,
     spec: &LoadSpec,
     load: impl FnOnce(&LoadSpec) -> Result<(), LoadError>,
 ) -> LoadError {
     let LoadError::Unfit { device, why: Unfit::WrongResult, reason } = error else { return error };
     let dtype = spec.dtype;
-    // Of a format that is not set, another one is tried next; the last is f32.
+    // If the settings name no format, the next candidate is tried instead. The last candidate is f32.
     let in_f32 = if dtype == Dtype::F32 || spec.is_dtype_auto {
         None
     } else if spec.device == "cpu" {
@@ -260,7 +259,7 @@ impl Starter {
     /// # Errors
     /// The system cannot start a thread.
     pub fn start(&self, setup: Setup) -> io::Result<Loading> {
-        let (loaded, loading) = oneshot_channel::channel();
+        let (loaded, loading) = oneshot::channel();
         let assemble = self.0.clone();
         thread::Builder::new().name("model".into()).spawn(move || {
             run_model(&*assemble, setup, loaded);
@@ -269,7 +268,7 @@ impl Starter {
     }
 }
 
-fn run_model(assemble: &Assemble, setup: Setup, sender: oneshot_channel::Sender<Result<Loaded, LoadError>>) {
+fn run_model(assemble: &Assemble, setup: Setup, sender: oneshot::Sender<Result<Loaded, LoadError>>) {
     let model_thread = thread::current();
     match assemble(setup, Box::new(move || model_thread.unpark())) {
         Ok((loaded, mut model_loop)) => {
@@ -296,7 +295,7 @@ pub(crate) mod paused {
     impl Starter {
         /// Loads the model and runs its loop on a thread that can be joined.
         pub(crate) fn start_joined(&self, setup: Setup) -> (thread::JoinHandle<()>, Loading) {
-            let (loaded, loading) = oneshot_channel::channel();
+            let (loaded, loading) = oneshot::channel();
             let assemble = self.0.clone();
             (thread::spawn(move || run_model(&*assemble, setup, loaded)), loading)
         }
@@ -347,21 +346,21 @@ mod tests {
         };
         let not_tried = |_: &LoadSpec| -> Result<(), LoadError> { panic!("it is not loaded again") };
         for error in [
-            judged(unfit("off by 7"), &on_gpu, is_right),
-            judged(unfit("off by 7"), &spec("cpu", Dtype::F16), not_tried),
+            judge_results(unfit("off by 7"), &on_gpu, is_right),
+            judge_results(unfit("off by 7"), &spec("cpu", Dtype::F16), not_tried),
         ] {
             let LoadError::Unsupported { model, reason } = error else { panic!("{error}") };
             assert_eq!(model, "m");
             assert!(reason.contains("dtype is \"f16\"") && reason.contains("off by 7"), "{reason}");
         }
-        let error = judged(unfit("off by 7"), &on_gpu, |_| Err(unfit("off by 8")));
+        let error = judge_results(unfit("off by 7"), &on_gpu, |_| Err(unfit("off by 8")));
         let LoadError::Unfit { reason, .. } = error else { panic!("{error}") };
         assert!(["off by 7", "off by 8", "dcgmi"].iter().all(|it| reason.contains(it)), "{reason}");
         let chosen = LoadSpec { is_dtype_auto: true, ..on_gpu };
         for (spec, advice) in
             [(chosen, false), (spec("GPU-5a", Dtype::F32), true), (spec("cpu", Dtype::F32), false)]
         {
-            let error = judged(unfit("off by 7"), &spec, not_tried);
+            let error = judge_results(unfit("off by 7"), &spec, not_tried);
             let LoadError::Unfit { reason, .. } = error else { panic!("{error}") };
             assert_eq!(reason.contains("dcgmi"), advice, "{reason}");
         }

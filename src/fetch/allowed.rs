@@ -20,10 +20,10 @@ const AMBIGUOUS_ESCAPES: [&str; 3] = ["%2f", "%5c", "%00"];
 pub enum Location {
     /// At the relative path `path` in `folder`, which the settings name.
     File { folder: PathBuf, path: PathBuf },
-    /// On a server. `private` says whether its host may have a private address, such as 10.0.0.1.
-    Web { url: Url, private: bool },
-    /// In a bucket of S3. `private` is as for [`Location::Web`].
-    Bucket { bucket: String, key: String, private: bool },
+    /// On a server. `allows_private` says whether its host may have a private address, such as 10.0.0.1.
+    Web { url: Url, allows_private: bool },
+    /// In a bucket of S3. `allows_private` is as for [`Location::Web`].
+    Bucket { bucket: String, key: String, allows_private: bool },
 }
 
 impl Location {
@@ -75,9 +75,9 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
     let Some(entry) = allowed.iter().find(|entry| is_below(&url, &entry.url)) else {
         return Err("is not below one of the allowed_sources of this pool".to_owned());
     };
-    let private = entry.private;
+    let allows_private = entry.private;
     match url.scheme() {
-        "http" | "https" => Ok(Location::Web { url, private }),
+        "http" | "https" => Ok(Location::Web { url, allows_private }),
         _ if url.query().is_some() => Err("has a query (?)".to_owned()),
         "file" => {
             let paths = entry.url.to_file_path().and_then(|folder| Ok((folder, url.to_file_path()?)));
@@ -97,7 +97,11 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
             }
             let key = percent_decode_str(key).decode_utf8();
             let key = key.map_err(|_| "is not UTF-8".to_owned())?.into_owned();
-            Ok(Location::Bucket { bucket: url.host_str().unwrap_or_default().to_owned(), key, private })
+            Ok(Location::Bucket {
+                bucket: url.host_str().unwrap_or_default().to_owned(),
+                key,
+                allows_private,
+            })
         }
     }
 }
@@ -127,8 +131,8 @@ mod tests {
             .to_vec()
     }
 
-    fn web(url: &str, private: bool) -> Result<Location, String> {
-        Ok(Location::Web { url: Url::parse(url).unwrap(), private })
+    fn web(url: &str, allows_private: bool) -> Result<Location, String> {
+        Ok(Location::Web { url: Url::parse(url).unwrap(), allows_private })
     }
 
     #[test]
@@ -141,7 +145,7 @@ mod tests {
         assert_eq!(located("HTTPS://MEDIA.org:443/in/c"), web("https://media.org/in/c", false));
         assert_eq!(located("http://10.0.0.5:81/c"), web("http://10.0.0.5:81/c", true));
         let bucket = |key: &str| {
-            Ok(Location::Bucket { bucket: "bucket".to_owned(), key: key.to_owned(), private: false })
+            Ok(Location::Bucket { bucket: "bucket".to_owned(), key: key.to_owned(), allows_private: false })
         };
         assert_eq!(located("s3://bucket/in/a%20b.flac"), bucket("in/a b.flac"));
     }

@@ -129,14 +129,16 @@ impl Fetcher {
     ) -> Result<Bytes, Failure> {
         let deadline = Instant::now() + self.limits.timeout;
         let fetching = async {
-            let (url, private) = match location {
+            let (url, allows_private) = match location {
                 Location::File { folder, path } => {
                     return self.read_file(folder, path, claim, deadline, &permit).await;
                 }
-                Location::Web { url, private } => (url, private),
-                Location::Bucket { bucket, key, private } => (self.signed_url(&bucket, &key)?, private),
+                Location::Web { url, allows_private } => (url, allows_private),
+                Location::Bucket { bucket, key, allows_private } => {
+                    (self.signed_url(&bucket, &key)?, allows_private)
+                }
             };
-            self.download(&url, private, claim).await
+            self.download(&url, allows_private, claim).await
         };
         let timed_out = |_| Failure::Unavailable(format!("is not there within {:?}", self.limits.timeout));
         timeout_at(deadline, fetching).await.map_err(timed_out)?
@@ -171,8 +173,8 @@ impl Fetcher {
         on_thread(permit, read).await
     }
 
-    async fn download(&self, url: &Url, private: bool, claim: Claim) -> Result<Bytes, Failure> {
-        let addresses = web::resolve(url, private).await?;
+    async fn download(&self, url: &Url, allows_private: bool, claim: Claim) -> Result<Bytes, Failure> {
+        let addresses = web::resolve(url, allows_private).await?;
         let tls = match self.tls.get() {
             Some(tls) => tls.clone(),
             None => {

@@ -55,14 +55,14 @@ pub(super) fn tls() -> Result<Arc<rustls::ClientConfig>, rustls::Error> {
 /// Resolves the URL's host to its addresses.
 ///
 /// # Errors
-/// The host is not found, or has a private address and `private`, which permits these, is false.
-pub(super) async fn resolve(url: &Url, private: bool) -> Result<Vec<SocketAddr>, Failure> {
+/// The host is not found, or has a private address and `allows_private`, which permits these, is false.
+pub(super) async fn resolve(url: &Url, allows_private: bool) -> Result<Vec<SocketAddr>, Failure> {
     let port = url.port_or_known_default().unwrap_or_default();
     let lookup = tokio::net::lookup_host((host(url), port)).await;
     let not_found =
         |error| Failure::Unavailable(format!("cannot be fetched: its host is not found: {error}"));
     let addresses: Vec<SocketAddr> = lookup.map_err(not_found)?.collect();
-    match addresses.iter().find(|address| !private && !is_public(address.ip())) {
+    match addresses.iter().find(|address| !allows_private && !is_public(address.ip())) {
         Some(address) => {
             let reason = format!(
                 "is not fetched: its host has the private address {}, which its entry in allowed_sources does not admit",

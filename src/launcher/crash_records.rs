@@ -3,10 +3,8 @@
 //! is an unlikely cause. Owns the records of one launcher, which are lost when it ends. Every slot sends them to its
 //! workers.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
@@ -20,16 +18,13 @@ const MAX_POISON: usize = 200;
 pub(super) struct CrashRegister {
     /// A task is poison after this many deaths of workers that had only this task.
     poison_deaths: AtomicU32,
-    /// Oldest death first. Locked for one pass over the records.
-    records: Mutex<VecDeque<CrashRecord>>,
-    /// The records that are sent to workers. Written here, read by the slots.
-    published: watch::Sender<Vec<CrashRecord>>,
+    /// Oldest death first. Written here, read by the slots, which send them to their workers.
+    records: watch::Sender<Vec<CrashRecord>>,
 }
 
 impl CrashRegister {
     pub(super) fn new(poison_deaths: u32) -> Self {
-        let published = watch::Sender::new(Vec::new());
-        Self { poison_deaths: poison_deaths.into(), records: Mutex::default(), published }
+        Self { poison_deaths: poison_deaths.into(), records: watch::Sender::default() }
     }
 
     pub(super) fn set_poison_deaths(&self, poison_deaths: u32) {
@@ -41,29 +36,29 @@ impl CrashRegister {
     pub(super) fn record_death(&self, tasks: &[TaskName], isolated: bool, tail: &CrashTail) -> bool {
         let among = u32::try_from(tasks.len()).unwrap_or(u32::MAX);
         let alone = isolated && among == 1;
-        let mut records = self.records.lock();
         let mut found_poison = false;
-        for name in tasks {
-            let index = records.iter().position(|record| record.task == name.fingerprint);
-            let mut record = index.and_then(|index| records.remove(index)).unwrap_or_else(|| CrashRecord {
-                task: name.fingerprint.clone(),
-                count: 0,
-                alone: 0,
-                among,
-                poison: None,
-            });
-            // The death of an isolated group does not count. It only narrows down which of its tasks is to blame.
-            record.count += u32::from(!isolated || alone);
-            record.alone += u32::from(alone);
-            record.among = record.among.min(among);
-            if record.alone >= self.poison_deaths.load(Ordering::Relaxed) {
-                found_poison |= record.poison.replace(tail.clone()).is_none();
+        self.records.send_modify(|records| {
+            for name in tasks {
+                let index = records.iter().position(|record| record.task == name.fingerprint);
+                let mut record = index.map(|index| records.remove(index)).unwrap_or_else(|| CrashRecord {
+                    task: name.fingerprint.clone(),
+                    count: 0,
+                    alone: 0,
+                    among,
+                    poison: None,
+                });
+                // The death of an isolated group does not count. It only narrows down which of its tasks is to blame.
+                record.count += u32::from(!isolated || alone);
+                record.alone += u32::from(alone);
+                record.among = record.among.min(among);
+                if record.alone >= self.poison_deaths.load(Ordering::Relaxed) {
+                    found_poison |= record.poison.replace(tail.clone()).is_none();
+                }
+                records.push(record);
             }
-            records.push_back(record);
-        }
-        remove_oldest(&mut records, MAX_POISON, |record| record.poison.is_some());
-        remove_oldest(&mut records, MAX_RECORDS - MAX_POISON, |record| record.poison.is_none());
-        self.published.send_replace(records.iter().cloned().collect());
+            remove_oldest(records, MAX_POISON, |record| record.poison.is_some());
+            remove_oldest(records, MAX_RECORDS - MAX_POISON, |record| record.poison.is_none());
+        });
         found_poison
     }
 
@@ -71,21 +66,20 @@ impl CrashRegister {
     /// not told, because the list is long; those that start later do not get the record.
     pub(super) fn record_survival(&self, task: &TaskName) {
         let stays = |record: &CrashRecord| record.task != task.fingerprint || record.poison.is_some();
-        self.records.lock().retain(stays);
-        self.published.send_if_modified(|published| {
-            published.retain(stays);
+        self.records.send_if_modified(|records| {
+            records.retain(stays);
             false
         });
     }
 
     /// The records, with later changes.
     pub(super) fn subscribe(&self) -> watch::Receiver<Vec<CrashRecord>> {
-        self.published.subscribe()
+        self.records.subscribe()
     }
 }
 
 /// Removes the oldest records of a kind, so that at most `max` of them are left.
-fn remove_oldest(records: &mut VecDeque<CrashRecord>, max: usize, is_kind: impl Fn(&CrashRecord) -> bool) {
+fn remove_oldest(records: &mut Vec<CrashRecord>, max: usize, is_kind: impl Fn(&CrashRecord) -> bool) {
     let mut surplus = records.iter().filter(|record| is_kind(record)).count().saturating_sub(max);
     records.retain(|record| {
         let is_removed = surplus > 0 && is_kind(record);

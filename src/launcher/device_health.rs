@@ -26,7 +26,7 @@ pub(super) struct DeviceHealth {
     /// Whether the thread that listens to the driver was started, or could not be.
     is_started: AtomicBool,
     /// Locked for reading or writing a few values.
-    status: Mutex<DriverState>,
+    driver_state: Mutex<DriverState>,
     /// The failures of each device that has failed. Written by the listening thread, read by the device watches of the
     /// workers.
     failed_devices: watch::Sender<BTreeMap<String, Failures>>,
@@ -45,7 +45,7 @@ struct DriverState {
     last_report: Option<Instant>,
     /// The fault that prevents the use of a device now.
     faults: BTreeMap<String, DeviceFault>,
-    /// The last event on a device that could have ended a worker.
+    /// The last event on a device that could have ended a worker, and its time.
     events: BTreeMap<String, (Instant, DeviceFault)>,
 }
 
@@ -74,27 +74,27 @@ impl DeviceHealth {
     /// Records a report of the driver, and notifies the device watches of new failures.
     fn record(&self, report: DriverReport) {
         let now = Instant::now();
-        let mut status = self.status.lock();
-        status.last_report = Some(now);
+        let mut state = self.driver_state.lock();
+        state.last_report = Some(now);
         let failed_devices = match report {
             DriverReport::Event { severity: Severity::Ignored, .. } => Vec::new(),
             DriverReport::Event { devices, device_fault, severity } => {
                 for device in &devices {
-                    status.events.insert(device.clone(), (now, device_fault.clone()));
+                    state.events.insert(device.clone(), (now, device_fault.clone()));
                 }
                 let failed_devices = if severity == Severity::DeviceFailed { devices } else { Vec::new() };
                 // Valid until the next check of all devices, which follows at once.
                 for device in &failed_devices {
-                    status.faults.insert(device.clone(), device_fault.clone());
+                    state.faults.insert(device.clone(), device_fault.clone());
                 }
                 failed_devices.into_iter().map(|device| (device, device_fault.clone())).collect()
             }
             DriverReport::State(states) => {
                 let mut failed_devices = Vec::new();
-                for (device, state) in states {
-                    match state {
+                for (device, fault) in states {
+                    match fault {
                         Some(device_fault) => {
-                            if status.faults.insert(device.clone(), device_fault.clone()).is_none() {
+                            if state.faults.insert(device.clone(), device_fault.clone()).is_none() {
                                 tracing::info!(
                                     device,
                                     fault = device_fault.message,
@@ -104,7 +104,7 @@ impl DeviceHealth {
                             }
                         }
                         None => {
-                            if status.faults.remove(&device).is_some() {
+                            if state.faults.remove(&device).is_some() {
                                 tracing::info!(device, "the driver says that the device can be used");
                             }
                         }
@@ -113,7 +113,7 @@ impl DeviceHealth {
                 failed_devices
             }
         };
-        drop(status);
+        drop(state);
         self.failed_devices.send_if_modified(|all| {
             for (device, device_fault) in &failed_devices {
                 let count = all.get(device).map_or(0, |failures| failures.count) + 1;
@@ -128,19 +128,19 @@ impl DeviceHealth {
         if device == "cpu" {
             return None;
         }
-        let status = self.status.lock();
-        let silence = status.last_report.map_or(Duration::ZERO, |at| at.elapsed());
+        let state = self.driver_state.lock();
+        let silence = state.last_report.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > UNRESPONSIVE {
             let message = format!("the driver has not answered for {} s", silence.as_secs());
             return Some(DeviceFault { kind: Kind::Unresponsive, message });
         }
-        status.faults.get(device).cloned()
+        state.faults.get(device).cloned()
     }
 
     /// The last event on a device, if it is recent.
     pub(super) fn recent_event(&self, device: &str) -> Option<DeviceFault> {
-        let status = self.status.lock();
-        let (at, device_fault) = status.events.get(device)?;
+        let state = self.driver_state.lock();
+        let (at, device_fault) = state.events.get(device)?;
         (at.elapsed() <= RECENT_EVENT).then(|| device_fault.clone())
     }
 
@@ -238,7 +238,7 @@ mod tests {
         health.record(event(Severity::Process));
         assert_eq!(health.recent_event("GPU-a"), Some(device_fault(Kind::Xid, "Xid")));
         assert_eq!(health.recent_event("GPU-b"), None);
-        if let Some((at, _)) = health.status.lock().events.get_mut("GPU-a") {
+        if let Some((at, _)) = health.driver_state.lock().events.get_mut("GPU-a") {
             *at -= RECENT_EVENT;
         }
         assert_eq!(health.recent_event("GPU-a"), None);
@@ -249,7 +249,7 @@ mod tests {
         let health = DeviceHealth::default();
         health.record(state(None));
         let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
-        health.status.lock().last_report = silent;
+        health.driver_state.lock().last_report = silent;
         let refused = health.blocking_fault("GPU-b").map(|it| (it.kind, it.message));
         assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));
         assert_eq!(health.blocking_fault("cpu"), None);

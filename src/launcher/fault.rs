@@ -47,6 +47,8 @@ pub(super) struct Circumstances {
     pub(super) fault: Option<Fault>,
     /// What the worker reported as wrong with its device.
     pub(super) unfit: Option<(Unfit, String)>,
+    /// Whether the launcher had told the worker to abort, or was stopping.
+    pub(super) is_forced: bool,
     /// What a SIGKILL that the launcher has not sent may mean.
     pub(super) kill_hint: Option<String>,
 }

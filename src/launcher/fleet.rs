@@ -16,7 +16,7 @@ use super::order::{LauncherRequest, Outcome, SlotCommand};
 use super::slot_state::{Slot, SlotEnd};
 use super::status_board::{Entry, SlotStatus};
 use crate::config::{Assignment, Launcher};
-use crate::protocol::admin::{Request, State, Target};
+use crate::protocol::admin::{ControlRequest, State, Target};
 use crate::shutdown::Exit;
 
 /// The maximum number of orders that may wait for one slot.
@@ -148,7 +148,7 @@ impl Fleet {
     fn order(
         &mut self,
         target: &Target,
-        order: &Request,
+        order: &ControlRequest,
         answer: oneshot::Sender<Vec<(String, Outcome)>>,
     ) -> BoxFuture<'static, ()> {
         let (mut outcomes, mut to_start, mut in_turn) = (Vec::new(), Vec::new(), Vec::new());
@@ -159,14 +159,18 @@ impl Fleet {
             }
             let (reply, outcome) = oneshot::channel();
             match &member.orders {
-                Some(orders) if *order == Request::Restart => in_turn.push((name.clone(), orders.clone())),
+                Some(orders) if *order == ControlRequest::Restart => {
+                    in_turn.push((name.clone(), orders.clone()))
+                }
                 Some(orders) if orders.try_send(SlotCommand::Order(order.clone(), reply)).is_ok() => {
                     outcomes.push((name.clone(), Ok(outcome)));
                 }
                 Some(_) => {
                     outcomes.push((name.clone(), Err("too many orders wait before this one".to_owned())))
                 }
-                None if matches!(order, Request::Restart | Request::Resume) => to_start.push(assignment),
+                None if matches!(order, ControlRequest::Restart | ControlRequest::Resume) => {
+                    to_start.push(assignment)
+                }
                 None => {
                     outcomes.push((name.clone(), Err("it has ended; `restart` starts it again".to_owned())))
                 }
@@ -289,9 +293,9 @@ impl Fleet {
                     let (reply, _) = oneshot::channel();
                     let orders = orders.clone();
                     // The slot may have as many orders as it takes. It must get this one, too.
-                    tokio::spawn(
-                        async move { orders.send(SlotCommand::Order(Request::Shutdown, reply)).await },
-                    );
+                    tokio::spawn(async move {
+                        orders.send(SlotCommand::Order(ControlRequest::Shutdown, reply)).await
+                    });
                 }
                 None => self.forget(name),
             }
@@ -333,7 +337,9 @@ async fn restart_in_turn(context: Arc<LauncherContext>, slots: Vec<(String, mpsc
         let old_pid = context.board.read(pid);
         let (reply, outcome) = oneshot::channel();
         // A slot that has ended meanwhile is not restarted.
-        if orders.send(SlotCommand::Order(Request::Restart, reply)).await.is_err() || outcome.await.is_err() {
+        if orders.send(SlotCommand::Order(ControlRequest::Restart, reply)).await.is_err()
+            || outcome.await.is_err()
+        {
             continue;
         }
         let is_finished = |status: &SlotStatus| {

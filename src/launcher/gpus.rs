@@ -43,16 +43,16 @@ pub struct Gpu {
     /// Percent of the driver's last sample period in which the GPU computed.
     pub utilization_percent: Option<u32>,
     /// The processes that use it.
-    pub processes: Vec<Process>,
+    pub processes: Vec<GpuProcess>,
     /// Its MIG devices, if MIG is on. Then only these can be used.
-    pub parts: Option<Vec<Part>>,
+    pub parts: Option<Vec<MigDevice>>,
     /// Why the GPU cannot be used, in the driver's words.
     pub fault: Option<String>,
 }
 
 /// A MIG device.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Part {
+pub struct MigDevice {
     /// `MIG-…`.
     pub uuid: String,
     /// In bytes.
@@ -70,7 +70,7 @@ pub struct Memory {
 
 /// A process on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Process {
+pub struct GpuProcess {
     /// The process id on the host. Inside a container the process may have another one.
     pub pid: u32,
     /// The bytes that it uses, if the driver reports them.
@@ -117,7 +117,7 @@ impl Gpus {
         } else {
             return Err("a device is \"cpu\", \"cuda:0\", \"GPU-…\" or \"MIG-…\"".to_owned());
         };
-        match self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid)) {
+        match self.gpu_of(uuid) {
             Some(Gpu { fault: Some(fault), .. }) => Err(format!("the driver says: {fault}")),
             Some(Gpu { parts: Some(parts), uuid: whole, .. }) if whole == uuid => Err(match parts[..] {
                 [] => format!("{WITHOUT_PARTS}: make some (nvidia-smi mig -cgi … -C), or end MIG (-mig 0)"),
@@ -181,7 +181,7 @@ mod tests {
     }
 
     fn host() -> Gpus {
-        let part = |uuid: &str| Part { uuid: uuid.into(), memory: None };
+        let part = |uuid: &str| MigDevice { uuid: uuid.into(), memory: None };
         let divided = Gpu { parts: Some(vec![part("MIG-1"), part("MIG-2")]), ..gpu("GPU-c") };
         let bare = Gpu { parts: Some(Vec::new()), ..gpu("GPU-bare") };
         let broken = Gpu { fault: Some("GPU is lost".into()), ..gpu("GPU-dead") };

@@ -7,7 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 
 /// The maximum number of requests that may wait for the fleet.
 const MAX_WAITING_REQUESTS: usize = 64;
@@ -41,7 +41,7 @@ impl From<&'static str> for Done {
 /// A command on its way to one slot.
 pub(super) enum SlotCommand {
     /// An order from outside.
-    Order(Request, oneshot::Sender<Outcome>),
+    Order(ControlRequest, oneshot::Sender<Outcome>),
     /// An order from the fleet to replace the worker by one with other settings, in the way that `launcher.replace`
     /// sets. While the permit exists, no other slot replaces its worker.
     Replace(Box<Assignment>, OwnedSemaphorePermit, oneshot::Sender<Result<(), String>>),
@@ -49,7 +49,7 @@ pub(super) enum SlotCommand {
 
 /// A request to the launcher.
 pub(super) enum LauncherRequest {
-    Order { target: Target, order: Request, answer: oneshot::Sender<Vec<(String, Outcome)>> },
+    Order { target: Target, order: ControlRequest, answer: oneshot::Sender<Vec<(String, Outcome)>> },
     Reload { slots: Vec<Assignment>, policy: Box<Launcher>, answer: oneshot::Sender<Result<String, String>> },
 }
 
@@ -73,8 +73,8 @@ impl Handle {
     }
 
     /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress when
-    /// this returns. Queries change nothing; [`Request::Stats`] has the workers report their counts to the board.
-    pub async fn order(&self, target: Target, order: Request) -> Vec<(String, Outcome)> {
+    /// this returns. Queries change nothing; [`ControlRequest::Stats`] has the workers report their counts to the board.
+    pub async fn order(&self, target: Target, order: ControlRequest) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
         let _ = self.requests.send(LauncherRequest::Order { target, order, answer }).await;
         answered.await.unwrap_or_default()

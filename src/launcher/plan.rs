@@ -41,8 +41,8 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// For programs of others, such as a class in Python, which have their own CUDA: this program asks nothing of the driver.
-    pub const OF_OTHERS: Self = Self { version: (0, 0), compute_capability: (0, 0) };
+    /// No requirements: a class in Python brings its own CUDA, so that any driver and any card will do for this program.
+    pub const NO_REQUIREMENTS: Self = Self { version: (0, 0), compute_capability: (0, 0) };
 
     /// The versions with which `scripts/build-cuda` built this program; none without CUDA.
     pub fn of_this_build() -> Option<Self> {
@@ -71,7 +71,7 @@ impl Host {
     /// of this program.
     pub fn for_pool(&self, pool: &Pool) -> Cow<'_, Self> {
         match pool.python_class() {
-            Some(_) => Cow::Owned(Self { cuda: Some(Cuda::OF_OTHERS), ..self.clone() }),
+            Some(_) => Cow::Owned(Self { cuda: Some(Cuda::NO_REQUIREMENTS), ..self.clone() }),
             None => Cow::Borrowed(self),
         }
     }

@@ -125,7 +125,7 @@ impl Slot {
                 worker.monitor.on_probation = true;
                 *successor = Some(Successor { worker, replacement });
             }
-            Err(refusal) => self.give_up_successor(replacement, &refusal.to_string()),
+            Err(error) => self.give_up_successor(replacement, &error.to_string()),
         }
     }
 
@@ -198,7 +198,7 @@ impl Slot {
     /// Lets a replaced worker finish its tasks while its successor runs.
     pub(super) async fn drain_old(&mut self, mut old: WorkerHandle, permit: OwnedSemaphorePermit) {
         let grace = self.context.policy.borrow().shutdown_grace;
-        old.is_shown = false;
+        old.monitor.is_shown = false;
         old.finish(grace).await;
         let context = self.context.clone();
         self.draining.push(Box::pin(async move {

@@ -36,7 +36,7 @@ impl Death {
     }
 }
 
-named! {
+named_enum! {
     /// Why a worker is started in place of another: how the previous one ended, or why it was replaced.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum RestartReason as as_str {

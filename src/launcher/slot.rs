@@ -13,9 +13,9 @@ use super::replace::successor_event;
 use super::restart::{RestartReason, Verdict, judge};
 use super::slot_state::{NextAction, Replacement, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
-use super::worker_handle::{Refusal, WorkerHandle};
+use super::worker_handle::{SpawnError, WorkerHandle};
 use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
-use crate::protocol::admin::{Request, State};
+use crate::protocol::admin::{ControlRequest, State};
 use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
@@ -149,23 +149,25 @@ impl Slot {
             }
         };
         let (next_action, done) = match order {
-            Request::Resume => {
+            ControlRequest::Resume => {
                 self.overrides.paused = false;
                 (Some(NextAction::Start), "starting a worker")
             }
-            Request::Restart => {
+            ControlRequest::Restart => {
                 self.quick_failures = 0;
                 (Some(NextAction::Start), "starting a worker")
             }
-            Request::Drain => (Some(NextAction::Hold), "there is no worker, and none will be started"),
-            Request::Cancel(cancellation) => {
-                self.record_override(&Request::Cancel(cancellation.clone()));
+            ControlRequest::Drain => (Some(NextAction::Hold), "there is no worker, and none will be started"),
+            ControlRequest::Cancel(cancellation) => {
+                self.record_override(&ControlRequest::Cancel(cancellation.clone()));
                 let cancelled = cancellation.task.is_some().then_some(0);
                 let _ = answer.send(Ok(Done { what: "there is no worker, so no task", cancelled }));
                 return None;
             }
-            Request::CancelAll(_) => (None, "there is no worker, so no task"),
-            Request::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
+            ControlRequest::CancelAll(_) => (None, "there is no worker, so no task"),
+            ControlRequest::Shutdown => {
+                (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done")
+            }
             order => (None, self.record_override(&order)),
         };
         let _ = answer.send(Ok(done.into()));
@@ -173,27 +175,27 @@ impl Slot {
     }
 
     /// Records an order in the overrides if it also applies to later workers. Returns the outcome for people.
-    fn record_override(&mut self, order: &Request) -> &'static str {
+    fn record_override(&mut self, order: &ControlRequest) -> &'static str {
         match order {
-            Request::Pause => {
+            ControlRequest::Pause => {
                 self.overrides.paused = true;
                 "pausing"
             }
-            Request::Resume => {
+            ControlRequest::Resume => {
                 self.overrides.paused = false;
                 "resuming"
             }
-            Request::LogLevel { filter } => {
+            ControlRequest::LogLevel { filter } => {
                 self.overrides.log_filter = Some(filter.clone());
                 "logging by another filter"
             }
-            Request::Cancel(cancellation) => {
+            ControlRequest::Cancel(cancellation) => {
                 self.context.withdrawals.remember(cancellation, SystemTime::now());
                 "its worker is notified"
             }
-            Request::CancelAll(_) => "its worker is notified",
-            Request::Drain | Request::Shutdown | Request::Restart => "finishing",
-            Request::Ping | Request::Stats | Request::Active => "nothing to do",
+            ControlRequest::CancelAll(_) => "its worker is notified",
+            ControlRequest::Drain | ControlRequest::Shutdown | ControlRequest::Restart => "finishing",
+            ControlRequest::Ping | ControlRequest::Stats | ControlRequest::Active => "nothing to do",
         }
     }
 
@@ -209,7 +211,7 @@ impl Slot {
         let mut current =
             match WorkerHandle::spawn(&context, assignment, records, &self.overrides, false).await {
                 Ok(current) => current,
-                Err(refusal) => return (self.refused_exit(refusal, suspects), NextAction::Judge),
+                Err(error) => return (self.refused_exit(error, suspects), NextAction::Judge),
             };
         current.monitor.inherit(suspects);
         if self.probation.is_some() {
@@ -299,30 +301,32 @@ impl Slot {
         };
         let outcome = self.record_override(&order);
         let command = match order {
-            Request::Pause => Command::Pause,
-            Request::Resume => {
+            ControlRequest::Pause => Command::Pause,
+            ControlRequest::Resume => {
                 if current.is_ending() && matches!(next_action, NextAction::Hold) {
                     *next_action = NextAction::Start;
                 }
                 Command::Resume
             }
-            Request::LogLevel { filter } => Command::LogLevel { filter },
+            ControlRequest::LogLevel { filter } => Command::LogLevel { filter },
             // An operator's cancellation of a task by its id is answered when the worker has reported the result. All
             // others wait for no worker.
-            Request::Cancel(cancellation) if cancellation.task.is_some() => {
+            ControlRequest::Cancel(cancellation) if cancellation.task.is_some() => {
                 if let Some(next) = successor {
                     next.worker.send(&Command::Cancel(cancellation.clone())).await;
                 }
                 return current.cancel(cancellation, answer).await;
             }
-            Request::Cancel(cancellation) => Command::Cancel(cancellation),
-            Request::CancelAll(cancellations) => Command::CancelAll { cancellations: cancellations.to_vec() },
-            Request::Stats => return current.report_stats(answer).await,
-            Request::Ping | Request::Active => return drop(answer.send(Ok(outcome.into()))),
-            Request::Drain | Request::Shutdown | Request::Restart => {
+            ControlRequest::Cancel(cancellation) => Command::Cancel(cancellation),
+            ControlRequest::CancelAll(cancellations) => {
+                Command::CancelAll { cancellations: cancellations.to_vec() }
+            }
+            ControlRequest::Stats => return current.report_stats(answer).await,
+            ControlRequest::Ping | ControlRequest::Active => return drop(answer.send(Ok(outcome.into()))),
+            ControlRequest::Drain | ControlRequest::Shutdown | ControlRequest::Restart => {
                 *next_action = match order {
-                    Request::Drain => NextAction::Hold,
-                    Request::Shutdown => NextAction::End(SlotEnd::StoppedOnRequest),
+                    ControlRequest::Drain => NextAction::Hold,
+                    ControlRequest::Shutdown => NextAction::End(SlotEnd::StoppedOnRequest),
                     _ => NextAction::Start,
                 };
                 self.finish(current, successor).await;
@@ -362,13 +366,13 @@ impl Slot {
     }
 
     /// The exit that stands for a worker that could not be started.
-    fn refused_exit(&self, refusal: Refusal, suspects: Option<SuspectTasks>) -> WorkerExit {
-        tracing::error!(slot = self.assignment.slot, reason = %refusal, "no worker was started");
+    fn refused_exit(&self, error: SpawnError, suspects: Option<SuspectTasks>) -> WorkerExit {
+        tracing::error!(slot = self.assignment.slot, reason = %error, "no worker was started");
         let mut monitor = WorkerMonitor::new(suspects);
-        if let Refusal::Device(device_fault) = refusal {
+        if let SpawnError::Device(device_fault) = error {
             monitor.circumstances.fault = Some(Fault::Device(device_fault));
         }
-        monitor.end(None, false, &self.context, &self.assignment)
+        monitor.end(None, &self.context, &self.assignment)
     }
 }
 

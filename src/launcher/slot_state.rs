@@ -90,7 +90,7 @@ impl Slot {
 
     /// Makes the board show this worker from now on.
     pub(super) fn show_worker(&self, worker: &mut WorkerHandle) {
-        worker.is_shown = true;
+        worker.monitor.is_shown = true;
         let (pid, is_ready) = (worker.pid(), worker.monitor.ready_at.is_some());
         let (dtype, assumptions) = (&worker.monitor.dtype, &worker.monitor.assumptions);
         self.context.board.change(&self.assignment.slot, |entry| {

@@ -36,10 +36,10 @@ pub(super) struct Overrides {
 
 /// Why a worker was not started.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Refusal {
+pub(super) enum SpawnError {
     /// The program cannot be started.
     #[error("cannot spawn {program}: {error}")]
-    Spawn { program: String, error: io::Error },
+    Program { program: String, error: io::Error },
     /// Its device has failed.
     #[error("the device is out of order: {}", .0.message)]
     Device(DeviceFault),
@@ -54,8 +54,6 @@ pub(super) struct WorkerHandle {
     kill_at: Option<Instant>,
     device_watch: DeviceWatch,
     pub(super) assignment: Assignment,
-    /// Whether the board shows this worker.
-    pub(super) is_shown: bool,
     /// Cancellations that were sent to the worker and not answered yet, with the channels for their outcomes. Bound:
     /// only operators' cancellations are kept, and each new one removes those for which nobody waits any more.
     cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
@@ -92,12 +90,12 @@ impl WorkerHandle {
         crash_records: Vec<CrashRecord>,
         overrides: &Overrides,
         is_successor: bool,
-    ) -> Result<Self, Refusal> {
+    ) -> Result<Self, SpawnError> {
         context.device_health.start_listening(&assignment.device);
         // Subscribes before the driver's state is read, so that no later fault is missed.
         let device_watch = context.device_health.device_watch(&assignment.device);
         if let Some(device_fault) = context.device_health.blocking_fault(&assignment.device) {
-            return Err(Refusal::Device(device_fault));
+            return Err(SpawnError::Device(device_fault));
         }
         let sharers = context.board.slots_on(&assignment.device) + usize::from(is_successor);
         let broker_reached = context.has_reached(&assignment.broker);
@@ -114,7 +112,7 @@ impl WorkerHandle {
         .await;
         let mut process = spawned.map_err(|error| {
             let program = context.program.display().to_string();
-            Refusal::Spawn { program, error }
+            SpawnError::Program { program, error }
         })?;
         if let Some(filter) = &overrides.log_filter {
             process.send(&Command::LogLevel { filter: filter.clone() }).await;
@@ -133,7 +131,6 @@ impl WorkerHandle {
             kill_at: None,
             device_watch,
             assignment,
-            is_shown: false,
             cancelling: Vec::new(),
             stats_requests: 0,
             oom_kills: oom::kills(),
@@ -180,7 +177,7 @@ impl WorkerHandle {
 
     /// The next event of this worker. Safe to cancel.
     pub(super) async fn next(&mut self, context: &LauncherContext) -> WorkerEvent {
-        let deadline = self.kill_at.or_else(|| self.monitor.deadline(&self.assignment).map(|(at, _)| at));
+        let deadline = self.kill_at.or_else(|| self.monitor.deadline(&self.assignment).map(|it| it.at));
         tokio::select! {
             event = self.process.next() => match event {
                 Ok(event) => WorkerEvent::Child(event),
@@ -214,7 +211,7 @@ impl WorkerHandle {
             }
             WorkerEvent::Overdue => self.handle_overdue(context),
             WorkerEvent::DeviceFailed(device_fault) => {
-                self.monitor.device_failed(device_fault, context, &self.assignment.slot, self.is_shown);
+                self.monitor.device_failed(device_fault, context, &self.assignment.slot);
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
@@ -241,12 +238,10 @@ impl WorkerHandle {
         if let Event::ModelProcess { leader } = event {
             self.process.guard_group(leader);
         }
-        if self.monitor.handle_event(event, context, &self.assignment, self.is_shown).is_err() {
+        if self.monitor.handle_event(event, context, &self.assignment).is_err() {
             self.process.kill();
         }
-        if self.kill_at.is_some()
-            && self.monitor.clear_stuck_if_recovered(&self.assignment, context, self.is_shown)
-        {
+        if self.kill_at.is_some() && self.monitor.clear_stuck_if_recovered(&self.assignment, context) {
             self.kill_at = None;
         }
     }
@@ -255,9 +250,8 @@ impl WorkerHandle {
     /// the worker may recover.
     fn handle_overdue(&mut self, context: &LauncherContext) {
         if self.kill_at.is_none() {
-            let Some((_, fault)) = self.monitor.deadline(&self.assignment) else { return };
-            self.kill_at =
-                Some(self.monitor.mark_stuck(fault, context, &self.assignment.slot, self.is_shown));
+            let Some(deadline) = self.monitor.deadline(&self.assignment) else { return };
+            self.kill_at = Some(self.monitor.mark_stuck(deadline.fault, context, &self.assignment.slot));
         } else {
             self.kill();
         }
@@ -270,12 +264,13 @@ impl WorkerHandle {
 
     /// Judges the end of the worker. `status`: none if it is unknown.
     pub(super) fn worker_exit(mut self, status: Option<ExitStatus>, context: &LauncherContext) -> WorkerExit {
-        let forced = self.step.is_forced() || context.stop.phase() >= Phase::Returning;
+        self.monitor.circumstances.is_forced =
+            self.step.is_forced() || context.stop.phase() >= Phase::Returning;
         let is_killed = status.and_then(|it| it.signal()) == Some(Signal::SIGKILL as i32);
         if is_killed && !self.process.was_killed_here() {
             self.monitor.circumstances.kill_hint = Some(oom::hint(self.oom_kills, oom::kills()));
         }
-        self.monitor.end(status, forced, context, &self.assignment)
+        self.monitor.end(status, context, &self.assignment)
     }
 }
 

@@ -70,8 +70,7 @@ pub(super) struct WorkerMonitor {
     last_event: Instant,
     /// What is known about its end apart from the exit status.
     pub(super) circumstances: Circumstances,
-    /// The exit code that it announced, and its reason.
-    announced: Option<(Exit, String)>,
+    announced: Option<AnnouncedEnd>,
     /// Work that has not been logged yet.
     unlogged: Stats,
     /// Whether it did some work in the period that was logged last.
@@ -80,9 +79,26 @@ pub(super) struct WorkerMonitor {
     /// Whether it must prove new settings. If so, it has [`MAX_LOADING`] to become ready.
     pub(super) on_probation: bool,
     answered: u64,
-    /// Its resident memory in bytes, in its first and in its latest report.
-    resident: Option<(u64, u64)>,
+    /// Its resident memory in bytes, in its first report.
+    first_resident: Option<u64>,
+    /// Its resident memory in bytes, in its latest report.
+    resident: u64,
     pub(super) log_tail: LogTail,
+    /// Whether the board shows this worker.
+    pub(super) is_shown: bool,
+}
+
+/// What a worker has announced about its end.
+struct AnnouncedEnd {
+    exit: Exit,
+    cause: String,
+}
+
+/// When a worker counts as stuck unless it makes progress before.
+pub(super) struct Deadline {
+    pub(super) at: Instant,
+    /// The fault that it then has.
+    pub(super) fault: Fault,
 }
 
 /// How a worker ended, and what that means.
@@ -120,8 +136,10 @@ impl WorkerMonitor {
             spawned_at: Instant::now(),
             on_probation: false,
             answered: 0,
-            resident: None,
+            first_resident: None,
+            resident: 0,
             log_tail: LogTail::default(),
+            is_shown: false,
         }
     }
 
@@ -130,7 +148,7 @@ impl WorkerMonitor {
         self.suspects = self.suspects.take().or(suspects);
     }
 
-    /// Handles one of its events. `is_shown`: the board shows this worker.
+    /// Handles one of its events.
     ///
     /// # Errors
     /// The fault for which it must be killed.
@@ -139,7 +157,6 @@ impl WorkerMonitor {
         event: Event,
         context: &LauncherContext,
         assignment: &Assignment,
-        is_shown: bool,
     ) -> Result<(), Fault> {
         self.last_event = Instant::now();
         let slot = &assignment.slot;
@@ -175,13 +192,13 @@ impl WorkerMonitor {
             }
             Event::Stopped { exit, cause, is_lasting } => {
                 self.death.is_lasting = *is_lasting;
-                self.announced =
-                    exit.and_then(Exit::from_code).map(|exit| (exit, shorten(cause, CAUSE_BYTES)));
+                let announced = |exit| AnnouncedEnd { exit, cause: shorten(cause, CAUSE_BYTES) };
+                self.announced = exit.and_then(Exit::from_code).map(announced);
             }
             Event::Unfit { why, message } => self.circumstances.unfit = Some((*why, message.clone())),
             _ => {}
         }
-        context.board.change(slot, |entry| update_entry(entry, event, is_shown));
+        context.board.change(slot, |entry| update_entry(entry, event, self.is_shown));
         Ok(())
     }
 
@@ -189,33 +206,30 @@ impl WorkerMonitor {
     fn add_stats(&mut self, stats: &Stats, slot: &str) {
         self.death.worked |= stats.inputs > 0;
         self.answered += stats.tasks();
-        let first = self.resident.map_or(stats.now.resident, |(first, _)| first);
-        self.resident = Some((first, stats.now.resident));
+        self.first_resident.get_or_insert(stats.now.resident);
+        self.resident = stats.now.resident;
         self.unlogged.add(stats);
         log_work(&mut self.unlogged, &mut self.is_steady, slot);
     }
 
-    /// The time at which the worker counts as stuck unless it makes progress before, and the fault that it then has.
-    pub(super) fn deadline(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
-        let computing =
-            self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
-        let silent = self.ready_at.map(|_| (self.last_event + MAX_SILENCE, Fault::Silent));
+    /// The earliest of the worker's deadlines.
+    pub(super) fn deadline(&self, assignment: &Assignment) -> Option<Deadline> {
+        let computing = self.computing_since.map(|since| {
+            let at = since + assignment.pool.batch.timeout;
+            Deadline { at, fault: Fault::Stuck }
+        });
+        let silent =
+            self.ready_at.map(|_| Deadline { at: self.last_event + MAX_SILENCE, fault: Fault::Silent });
         let loading = (self.on_probation && self.ready_at.is_none())
-            .then(|| (self.spawned_at + MAX_LOADING, Fault::Silent));
-        computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
+            .then(|| Deadline { at: self.spawned_at + MAX_LOADING, fault: Fault::Silent });
+        computing.into_iter().chain(silent).chain(loading).min_by_key(|deadline| deadline.at)
     }
 
     /// Records that it has exceeded a time limit. Returns when to kill it unless it recovers.
-    pub(super) fn mark_stuck(
-        &mut self,
-        fault: Fault,
-        context: &LauncherContext,
-        slot: &str,
-        is_shown: bool,
-    ) -> Instant {
+    pub(super) fn mark_stuck(&mut self, fault: Fault, context: &LauncherContext, slot: &str) -> Instant {
         tracing::error!(slot, reason = fault.reason().as_str(), "the worker is stuck; it will be killed");
         self.circumstances.fault = Some(fault);
-        if is_shown {
+        if self.is_shown {
             context.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
         }
         Instant::now() + KILL_DELAY
@@ -223,20 +237,14 @@ impl WorkerMonitor {
 
     /// Records that the worker's device has failed, for which the worker is killed. The failure is recorded before the
     /// worker has ended, since a process that hangs in the driver may end much later.
-    pub(super) fn device_failed(
-        &mut self,
-        device_fault: DeviceFault,
-        context: &LauncherContext,
-        slot: &str,
-        is_shown: bool,
-    ) {
+    pub(super) fn device_failed(&mut self, device_fault: DeviceFault, context: &LauncherContext, slot: &str) {
         tracing::error!(
             slot,
             reason = device_fault.kind.reason().as_str(),
             fault = device_fault.message,
             "its device is out of order; killing the worker"
         );
-        if is_shown {
+        if self.is_shown {
             context
                 .board
                 .change(slot, |entry| entry.report.last_failure = Some(device_fault.message.clone()));
@@ -249,16 +257,15 @@ impl WorkerMonitor {
         &mut self,
         assignment: &Assignment,
         context: &LauncherContext,
-        is_shown: bool,
     ) -> bool {
         if self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault) {
             return false;
         }
-        let makes_progress = self.deadline(assignment).is_none_or(|(at, _)| at > Instant::now());
+        let makes_progress = self.deadline(assignment).is_none_or(|deadline| deadline.at > Instant::now());
         if makes_progress {
             tracing::warn!(slot = assignment.slot, "the worker makes progress again");
             self.circumstances.fault = None;
-            if is_shown {
+            if self.is_shown {
                 context.board.change(&assignment.slot, |entry| entry.stuck_since = None);
             }
         }
@@ -269,7 +276,7 @@ impl WorkerMonitor {
     pub(super) fn recycle_reason(&self, context: &LauncherContext) -> Option<String> {
         let policy = context.policy.borrow();
         let ready_at = self.ready_at?;
-        let growth = self.resident.map_or(0, |(first, now)| now.saturating_sub(first));
+        let growth = self.first_resident.map_or(0, |first| self.resident.saturating_sub(first));
         if policy.recycle_tasks.is_some_and(|limit| self.answered >= limit) {
             return Some(format!("it has answered {} tasks", self.answered));
         }
@@ -280,11 +287,10 @@ impl WorkerMonitor {
         is_too_large.then(|| format!("its memory has grown by {} MiB", growth >> 20))
     }
 
-    /// Judges the worker's end. `forced`: the launcher had told the worker to abort, or was stopping.
+    /// Judges the worker's end.
     pub(super) fn end(
         mut self,
         status: Option<ExitStatus>,
-        forced: bool,
         context: &LauncherContext,
         assignment: &Assignment,
     ) -> WorkerExit {
@@ -296,7 +302,7 @@ impl WorkerMonitor {
         // A worker that announced a regular end has settled its work. If a library then crashes while the process
         // exits, that does not matter.
         let announced = self.announced.take();
-        let settled = announced.as_ref().map(|(exit, _)| *exit);
+        let settled = announced.as_ref().map(|announced| announced.exit);
         let settled = settled.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
         if let Some(exit) = settled.filter(|_| status.is_some_and(|status| status.code().is_none())) {
             let status = status.map(|status| status.to_string());
@@ -309,7 +315,8 @@ impl WorkerMonitor {
         }
         // Nothing is logged if no process was spawned because the device has failed. If the worker announced its exit,
         // the death is logged at the debug level, because the restart line reports the cause.
-        let gives_reason = announced.as_ref().is_some_and(|(exit, _)| Some(*exit) == self.death.exit);
+        let gives_reason =
+            announced.as_ref().is_some_and(|announced| Some(announced.exit) == self.death.exit);
         if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);
         }
@@ -330,10 +337,11 @@ impl WorkerMonitor {
             }
         }
         let tail = self.log_tail.into_crash_tail(status);
-        let cause = announced.map(|(_, cause)| cause).filter(|cause| gives_reason && !cause.is_empty());
+        let cause =
+            announced.map(|announced| announced.cause).filter(|cause| gives_reason && !cause.is_empty());
         let message = message.or(cause).unwrap_or_else(|| tail.exit.clone());
         let mut died_with_group = false;
-        if !forced && !is_device_fault && !tasks.is_empty() {
+        if !self.circumstances.is_forced && !is_device_fault && !tasks.is_empty() {
             let suspects = SuspectTasks { tasks, isolated, tail };
             died_with_group = suspects.is_group();
             match self.death.exit {

@@ -261,8 +261,8 @@ pub trait Processor: Send + Sync + 'static {
         Streaming::Off
     }
 
-    /// What a task whose inputs are made on demand is expected to compute, as far as it is known in advance. By this a task
-    /// is refused that would take longer than the broker allows.
+    /// What a task whose inputs are made on demand is expected to compute, as far as it is known in advance. The worker
+    /// refuses a task that would take longer than the broker allows.
     fn announced(&self, context: &Self::Context) -> Option<Announced> {
         let _ = context;
         None

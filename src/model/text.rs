@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::load::ModelFiles;
 use super::load::tokenizer::TextTokenizer;
-use super::load::weights::{Precision, Weights};
+use super::load::weights::{NumberFormats, Weights};
 use super::nets::encoder::Output;
 use super::nets::encoder::config::NetworkConfig;
 use super::nets::encoder::text_config::TextConfig;
@@ -54,7 +54,7 @@ impl TextEncoder {
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let config = TextConfig::Encoder(config);
         let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
-        let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
+        let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, NumberFormats::F32)?;
         let tokenizer = Tokenizer { tokenizer: Arc::new(tokenizer), max_inputs: spec.max_inputs };
         Ok(Self { tokenizer, network, width, weights })
     }

@@ -15,7 +15,7 @@ use super::task::published_in;
 /// A request to launchers: the body of the message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case")]
-pub enum Request {
+pub enum ControlRequest {
     /// Report which slots exist, and their states.
     Ping,
     /// Report the counts since the launcher started.
@@ -49,7 +49,7 @@ pub enum Request {
 /// the message is not.
 pub const CANCEL: &str = "control.cancel";
 
-impl Request {
+impl ControlRequest {
     /// Whether the request changes nothing.
     pub fn is_query(&self) -> bool {
         matches!(self, Self::Ping | Self::Stats | Self::Active)
@@ -135,7 +135,7 @@ impl Target {
     }
 }
 
-named! {
+named_enum! {
     /// What a slot is doing.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]
@@ -223,7 +223,7 @@ pub struct SlotReport {
     pub restarts: BTreeMap<String, u64>,
     /// Why its last worker ended unexpectedly.
     pub last_failure: Option<String>,
-    /// The counts of its workers; only in answers to [`Request::Stats`].
+    /// The counts of its workers; only in answers to [`ControlRequest::Stats`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stats: Option<Box<Stats>>,
     /// The result of the request for this slot.
@@ -250,7 +250,7 @@ impl SlotReport {
 /// A launcher's answer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Answer {
+pub struct LauncherAnswer {
     /// The launcher's name.
     pub launcher: String,
     /// Its host.
@@ -297,10 +297,13 @@ mod tests {
     #[test]
     fn requests_are_plain_json() {
         for (json, request) in [
-            (r#"{"command":"ping"}"#, Request::Ping),
-            (r#"{"command":"log-level","filter":"debug"}"#, Request::LogLevel { filter: "debug".into() }),
+            (r#"{"command":"ping"}"#, ControlRequest::Ping),
+            (
+                r#"{"command":"log-level","filter":"debug"}"#,
+                ControlRequest::LogLevel { filter: "debug".into() },
+            ),
         ] {
-            assert_eq!(serde_json::from_str::<Request>(json).unwrap(), request);
+            assert_eq!(serde_json::from_str::<ControlRequest>(json).unwrap(), request);
         }
     }
 

@@ -237,7 +237,7 @@ pub enum Event {
     },
 }
 
-named! {
+named_enum! {
     /// A defect of the device, found before the worker takes work.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]

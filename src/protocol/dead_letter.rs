@@ -55,7 +55,7 @@ const BROKER_REASONS: [&str; 4] = ["delivery_limit", "expired", "rejected", "max
 /// The reason of a dead letter that states none.
 const UNKNOWN_REASON: &str = "unknown";
 
-named! {
+named_enum! {
     /// Why a message is in the dead-letter queue.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Reason as as_str {

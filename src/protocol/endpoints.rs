@@ -28,7 +28,7 @@ pub const TRANSCRIPTIONS_URL: &str = "/v1/audio/transcriptions";
 /// The URL of requests for a text in English of a recording.
 pub const TRANSLATIONS_URL: &str = "/v1/audio/translations";
 
-named! {
+named_enum! {
     /// The format of a file with a result.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum FileFormat as ending {

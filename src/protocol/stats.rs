@@ -90,7 +90,7 @@ impl Histogram {
     }
 }
 
-named! {
+named_enum! {
     /// A stage of a task, between its publication and the confirmation of its reply.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Stage as name {

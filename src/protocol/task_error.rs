@@ -7,7 +7,7 @@ use super::shorten;
 /// Longest message, in bytes. The error text of a library may contain the whole value.
 const MAX_MESSAGE_BYTES: usize = 2_000;
 
-named! {
+named_enum! {
     /// The kind of failure, which decides the reply's `status` and `status_code`.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum TaskErrorKind as code {

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-named! {
+named_enum! {
     /// Why a sconce process ended.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Exit as meaning {

@@ -28,11 +28,11 @@ const TOLERANCE: Duration = Duration::from_secs(1);
 
 /// The reader's end. Clones share the list.
 #[derive(Clone, Debug, Default)]
-pub struct Cancellations(Arc<Shared>);
+pub struct Cancellations(Arc<CancellationState>);
 
 #[derive(Debug, Default)]
-struct Shared {
-    list: Mutex<List>,
+struct CancellationState {
+    list: Mutex<WaitingList>,
     /// Written by the reader, read by the intake for each task.
     recent: Mutex<Recent>,
     /// Notified when some are added; the intake waits for it.
@@ -42,14 +42,14 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct List {
+struct WaitingList {
     waiting: Vec<Cancellation>,
     /// Whether there is a session.
     is_open: bool,
 }
 
 /// The intake's end. Dropping it closes the list.
-pub(super) struct Waiting(Arc<Shared>);
+pub(super) struct IntakeEnd(Arc<CancellationState>);
 
 /// What a cancellation names a task by.
 #[derive(Hash)]
@@ -144,13 +144,13 @@ impl Cancellations {
     }
 
     /// Opens the list for a session.
-    pub(super) fn open(&self) -> Waiting {
+    pub(super) fn open(&self) -> IntakeEnd {
         self.0.list.lock().is_open = true;
-        Waiting(self.0.clone())
+        IntakeEnd(self.0.clone())
     }
 }
 
-impl Waiting {
+impl IntakeEnd {
     /// Whether a task was cancelled while no worker held it.
     pub(super) fn had(&self, task: &Task) -> bool {
         self.0.recent.lock().has(task, SystemTime::now())
@@ -170,9 +170,9 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for IntakeEnd {
     fn drop(&mut self) {
-        *self.0.list.lock() = List::default();
+        *self.0.list.lock() = WaitingList::default();
         self.0.taken.notify_all();
     }
 }

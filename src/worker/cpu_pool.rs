@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use tokio::sync::{Semaphore, oneshot};
 
-use super::turns::Turns;
+use super::fair_turns::Turns;
 use crate::engine::caught;
 
 /// The most pieces of work that may wait for a thread.
@@ -34,7 +34,7 @@ pub(super) struct Pools {
     /// threads: a requester may have half of them, which keeps all threads busy.
     pub(super) slice_turns: Turns,
     /// One thread for long preparation, such as that of a grammar, while `preprocess` continues with other tasks. The
-    /// module `turns` decides whose task is next on it.
+    /// module `fair_turns` decides whose task is next on it.
     pub(super) long: CpuPool,
     /// Writes replies.
     pub(super) reply: CpuPool,

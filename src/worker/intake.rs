@@ -16,13 +16,13 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::timeout;
 
 use super::WorkerError;
-use super::cancellations::Waiting;
+use super::cancellations::IntakeEnd;
 use super::pause::Pause;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use crate::batching::Owner;
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
+use crate::broker::{BrokerError, Consumer, ConsumerEvent, Delivery, DeliveryTag, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
 use crate::protocol::task::{STOP, published, sentinel_is_expired};
@@ -79,7 +79,7 @@ pub(super) struct Intake<'a> {
     granted: u16,
     stop: Stop,
     pause: Pause,
-    cancellations: Waiting,
+    cancellations: IntakeEnd,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
     runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
@@ -91,7 +91,10 @@ pub(super) struct Intake<'a> {
 /// Waits for the next event of a consumer, and returns it with the consumer's source. The consumers are polled in turn,
 /// beginning with `first`, so that one with many deliveries does not keep the others' from being taken. Never returns if
 /// there is no consumer. Safe to cancel, because [`Consumer::next`] is.
-async fn next_of(consumers: &mut Consumers<'_>, first: Source) -> (Source, Result<Event, BrokerError>) {
+async fn next_of(
+    consumers: &mut Consumers<'_>,
+    first: Source,
+) -> (Source, Result<ConsumerEvent, BrokerError>) {
     let mut next: Vec<_> =
         consumers.iter_mut().map(|consumer| consumer.as_mut().map(|consumer| consumer.next())).collect();
     let (later, sooner) = next.split_at_mut(first.0);
@@ -117,7 +120,7 @@ impl<'a> Intake<'a> {
         consumers: Consumers<'a>,
         stop: Stop,
         pause: Pause,
-        cancellations: Waiting,
+        cancellations: IntakeEnd,
     ) -> Self {
         Self {
             granted: 0,
@@ -170,14 +173,14 @@ impl<'a> Intake<'a> {
                 // The launcher may still be reading the withdrawals when this worker connects, and sends them later.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
                 (source, event) = next_of(&mut self.consumers, self.turn), if may_take || early.is_none() => match self.took_turn(source, event)? {
-                    Event::Delivery(delivery) if may_take => self.handle_delivery(*delivery).await,
-                    Event::Delivery(delivery) => early = Some(delivery),
-                    Event::Lost { source, session } => self.drop_lost_session(source, session)?,
-                    Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
+                    ConsumerEvent::Delivery(delivery) if may_take => self.handle_delivery(*delivery).await,
+                    ConsumerEvent::Delivery(delivery) => early = Some(delivery),
+                    ConsumerEvent::Lost { source, session } => self.drop_lost_session(source, session)?,
+                    ConsumerEvent::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
                         let message = "the broker's deliveries ended, though no stop was requested";
                         return Err(WorkerError::Internal(message.into()));
                     }
-                    Event::End => self.consumers[source] = None,
+                    ConsumerEvent::End => self.consumers[source] = None,
                 },
                 Some(ended) = self.runs.join_next() => self.on_run_ended(ended)?,
                 error = faults.recv() => {
@@ -210,7 +213,11 @@ impl<'a> Intake<'a> {
     }
 
     /// The next queue's consumer is polled first from now on.
-    fn took_turn(&mut self, source: Source, event: Result<Event, BrokerError>) -> Result<Event, BrokerError> {
+    fn took_turn(
+        &mut self,
+        source: Source,
+        event: Result<ConsumerEvent, BrokerError>,
+    ) -> Result<ConsumerEvent, BrokerError> {
         self.turn = Source((source.0 + 1) % self.consumers.count());
         event
     }

@@ -10,7 +10,7 @@
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of a pool |
-//! | `turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
+//! | `fair_turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
 //! | `settle/` | what becomes of a task's message: publish, confirm, ack |
 //! | `cancellations` | how cancellations reach the intake |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
@@ -19,6 +19,7 @@
 
 mod cancellations;
 mod cpu_pool;
+mod fair_turns;
 mod intake;
 mod isolation;
 mod pause;
@@ -30,7 +31,6 @@ mod settle;
 mod task_run;
 #[cfg(test)]
 mod tests;
-mod turns;
 mod withdrawn;
 
 use std::io;

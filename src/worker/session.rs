@@ -10,13 +10,13 @@ use futures_util::future::join_all;
 use tokio::sync::mpsc;
 
 use super::cpu_pool::Pools;
+use super::fair_turns::Turns;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::prefetch::{Limits, Prefetch, SharedPrefetch};
 use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, ErrorLog, QueueTimeouts, Queues, Settlement, Stalled};
 use super::task_run::Shared;
-use super::turns::Turns;
 use super::{Control, WorkerError};
 use crate::batching::Policy;
 use crate::broker::BrokerSession;

@@ -23,10 +23,10 @@ enum Unwanted {
 /// The jobs and stops that were withdrawn recently. Written by the reader of the launcher's commands, read by the
 /// intake for each task and sentinel. Clones share the list.
 #[derive(Clone, Debug, Default)]
-pub struct Withdrawn(Arc<List>);
+pub struct Withdrawn(Arc<WithdrawnState>);
 
 #[derive(Debug, Default)]
-struct List {
+struct WithdrawnState {
     entries: Mutex<VecDeque<(Unwanted, Instant)>>,
     /// Whether the launcher has yet to send what was withdrawn before the worker started.
     is_incomplete: watch::Sender<bool>,
@@ -52,22 +52,15 @@ impl Withdrawn {
 
     /// Withdraws the job or the stop that is cancelled, if one is.
     pub fn add_cancelled(&self, cancellation: &Cancellation, now: Instant) {
-        if let Some(job) = &cancellation.job {
-            self.add(job_queue(job), now);
+        let job = cancellation.job.as_deref().map(|job| Unwanted::Job(job_queue(job)));
+        let stop = cancellation.stop.clone().map(Unwanted::Stop);
+        let mut entries = self.0.entries.lock();
+        for unwanted in job.into_iter().chain(stop) {
+            if entries.len() == MAX_WITHDRAWN {
+                entries.pop_front();
+            }
+            entries.push_back((unwanted, now));
         }
-        if let Some(stop) = &cancellation.stop {
-            self.add_stop(stop.clone(), now);
-        }
-    }
-
-    /// Withdraws the tasks whose replies go to this queue.
-    pub fn add(&self, reply_queue: String, now: Instant) {
-        self.remember(Unwanted::Job(reply_queue), now);
-    }
-
-    /// Withdraws the sentinels of this run of `sconce stop`.
-    pub fn add_stop(&self, stop: String, now: Instant) {
-        self.remember(Unwanted::Stop(stop), now);
     }
 
     /// Whether a task with this `reply_to` was withdrawn.
@@ -79,14 +72,6 @@ impl Withdrawn {
     /// Whether the sentinels of this run of `sconce stop` were withdrawn.
     pub fn has_stop(&self, stop: &str, now: Instant) -> bool {
         self.contains(now, |it| matches!(it, Unwanted::Stop(withdrawn) if withdrawn == stop))
-    }
-
-    fn remember(&self, unwanted: Unwanted, now: Instant) {
-        let mut entries = self.0.entries.lock();
-        if entries.len() == MAX_WITHDRAWN {
-            entries.pop_front();
-        }
-        entries.push_back((unwanted, now));
     }
 
     fn contains(&self, now: Instant, matches_entry: impl Fn(&Unwanted) -> bool) -> bool {
@@ -108,18 +93,19 @@ mod tests {
     #[test]
     fn a_job_is_remembered_for_an_hour_and_the_list_is_bounded() {
         let (withdrawn, now) = (Withdrawn::default(), Instant::now());
-        withdrawn.add("one".to_owned(), now);
-        assert!(withdrawn.has(Some("one"), now + WITHDRAWN_FOR));
-        assert!(!withdrawn.has(Some("two"), now) && !withdrawn.has(None, now));
-        assert!(!withdrawn.has(Some("one"), now + WITHDRAWN_FOR + Duration::from_secs(1)));
-        (0..=MAX_WITHDRAWN).for_each(|job| withdrawn.add(job.to_string(), now));
-        assert!(!withdrawn.has(Some("0"), now) && withdrawn.has(Some("1"), now));
+        let add = |job: Option<&str>, stop: Option<&str>| {
+            let (job, stop) = (job.map(str::to_owned), stop.map(str::to_owned));
+            withdrawn.add_cancelled(&Cancellation { job, stop, ..Cancellation::default() }, now);
+        };
+        let has = |job: &str, now: Instant| withdrawn.has(Some(&job_queue(job)), now);
+        add(Some("one"), None);
+        assert!(has("one", now + WITHDRAWN_FOR));
+        assert!(!has("two", now) && !withdrawn.has(None, now));
+        assert!(!has("one", now + WITHDRAWN_FOR + Duration::from_secs(1)));
+        (0..=MAX_WITHDRAWN).for_each(|job| add(Some(&job.to_string()), None));
+        assert!(!has("0", now) && has("1", now));
         assert_eq!(withdrawn.0.entries.lock().len(), MAX_WITHDRAWN);
-        withdrawn.add_stop("two".to_owned(), now);
-        assert!(
-            withdrawn.has_stop("two", now)
-                && !withdrawn.has_stop("1", now)
-                && !withdrawn.has(Some("two"), now)
-        );
+        add(None, Some("two"));
+        assert!(withdrawn.has_stop("two", now) && !withdrawn.has_stop("1", now) && !has("two", now));
     }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroU16;
 use std::time::Instant;
 
 use futures_util::future::join_all;
-use sconce::broker::{Delay, Delivery, Event, Published};
+use sconce::broker::{ConsumerEvent, Delay, Delivery, Published};
 use sconce::protocol::{Headers, Message, Properties, Value};
 
 use crate::rig::{CEILING, Link, Rig};
@@ -111,7 +111,7 @@ pub async fn after_a_cancel_the_prefetched_come_and_then_the_end(rig: &impl Rig)
     let held = link.take_many(3).await;
     assert_eq!(bodies(&held), ["0", "1", "2"]);
     let end = bounded("the end", link.consumer.next()).await;
-    assert!(matches!(end, Ok(Event::End)), "{end:?}");
+    assert!(matches!(end, Ok(ConsumerEvent::End)), "{end:?}");
     ack_all(&link, &held).await;
     link.consumer.close().await;
     rig.ready_becomes(&queue, 2).await;
@@ -170,8 +170,8 @@ pub async fn a_cancel_behind_a_changed_prefetch_is_the_end(rig: &impl Rig) {
         link.consumer.cancel().await;
         loop {
             match bounded("a delivery or the end", link.consumer.next()).await {
-                Ok(Event::Delivery(delivery)) => held.push(*delivery),
-                Ok(Event::End) => break,
+                Ok(ConsumerEvent::Delivery(delivery)) => held.push(*delivery),
+                Ok(ConsumerEvent::End) => break,
                 other => panic!("neither a delivery nor the end but {other:?}"),
             }
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sconce::broker::{Acker, Consumer, Delivery, Event, Publisher};
+use sconce::broker::{Acker, Consumer, ConsumerEvent, Delivery, Publisher};
 use sconce::protocol::Message;
 
 use crate::wait::{bounded, until};
@@ -29,7 +29,7 @@ impl Link {
     /// The next delivery; panics on anything else.
     pub async fn take(&mut self) -> Delivery {
         match bounded("a delivery", self.consumer.next()).await {
-            Ok(Event::Delivery(delivery)) => *delivery,
+            Ok(ConsumerEvent::Delivery(delivery)) => *delivery,
             other => panic!("no delivery but {other:?}"),
         }
     }
@@ -48,7 +48,7 @@ impl Link {
         let mut taken = Vec::new();
         while let Ok(event) = tokio::time::timeout(STILLNESS, self.consumer.next()).await {
             match event {
-                Ok(Event::Delivery(delivery)) => taken.push(*delivery),
+                Ok(ConsumerEvent::Delivery(delivery)) => taken.push(*delivery),
                 other => panic!("no delivery but {other:?}"),
             }
         }

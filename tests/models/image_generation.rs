@@ -304,7 +304,7 @@ fn as_many_steps_as_the_training_had_are_made_without_a_timestep_twice() {
 
 #[test]
 fn f16_computes_nearly_the_same() {
-    // Loading compares a step with that in f32, and refuses a precision that differs by more than its tolerance.
+    // Loading compares a step with that in f32, and refuses a number format that differs by more than its tolerance.
     let loaded = try_load(&fixture("tiny-diffusion"), Dtype::F16, &[]);
     assert!(loaded.is_ok(), "{}", loaded.err().expect("an error"));
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::poll;
 use sconce::broker::embedded::{EmbeddedBroker, MAX_MESSAGE, QueueSpec, connect};
-use sconce::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
+use sconce::broker::{BrokerError, BrokerSession, ConsumerEvent, Delivery, Published};
 use sconce::protocol::Message;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -41,7 +41,7 @@ async fn open(broker: &EmbeddedBroker, queue: &str, prefetch: u16) -> Result<Bro
 
 async fn take(link: &mut BrokerSession) -> Delivery {
     match tokio::time::timeout(PATIENCE, link.consumer.next()).await {
-        Ok(Ok(Event::Delivery(delivery))) => *delivery,
+        Ok(Ok(ConsumerEvent::Delivery(delivery))) => *delivery,
         other => panic!("no delivery but {other:?}"),
     }
 }

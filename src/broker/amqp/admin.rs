@@ -26,8 +26,8 @@ pub struct QueueDepth {
 /// # Errors
 /// No address could be reached, or the broker refuses.
 pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), BrokerError> {
-    let (connection, broker) = connect(connector).await?;
-    topology.declare(&connection).await.map_err(|error| refused(broker, &error))?;
+    let connection = connect(connector).await?;
+    topology.declare(&connection).await.map_err(|error| refused(&connection.broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
     Ok(())
 }
@@ -43,12 +43,12 @@ pub async fn declare_job(
     reply_queue: &str,
     keep: Duration,
 ) -> Result<(), BrokerError> {
-    let (connection, broker) = connect(connector).await?;
+    let connection = connect(connector).await?;
     let declared = async {
         inspect(&connection, task_queue).await?;
         declare_reply_queue(&connection, reply_queue, keep).await
     };
-    declared.await.map_err(|error| refused(broker, &error))?;
+    declared.await.map_err(|error| refused(&connection.broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
     Ok(())
 }
@@ -58,8 +58,8 @@ pub async fn declare_job(
 /// # Errors
 /// As [`declare`]; a queue that does not exist is refused.
 pub async fn depth_of(connector: &Connector, queue: &str) -> Result<QueueDepth, BrokerError> {
-    let (connection, broker) = connect(connector).await?;
-    let state = inspect(&connection, queue).await.map_err(|error| refused(broker, &error))?;
+    let connection = connect(connector).await?;
+    let state = inspect(&connection, queue).await.map_err(|error| refused(&connection.broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
     Ok(QueueDepth { ready: state.message_count(), consumers: state.consumer_count() })
 }
@@ -68,7 +68,7 @@ pub async fn depth_of(connector: &Connector, queue: &str) -> Result<QueueDepth, 
 /// at once. False if the broker does not answer.
 pub(super) async fn is_stream(connector: &Connector, queue: &str) -> bool {
     let get = async {
-        let (connection, _) = connect(connector).await.ok()?;
+        let connection = connect(connector).await.ok()?;
         let channel = connection.create_channel().await.ok()?;
         let got = channel.basic_get(short(queue), BasicGetOptions::default()).await;
         let _ = connection.close(200, "done".into()).await;
@@ -83,8 +83,8 @@ pub(super) async fn ready_count(connection: &Connection, queue: &str) -> Result<
     Ok(inspect(connection, queue).await?.message_count())
 }
 
-/// Connects to the first address that accepts. Also returns that address without its password.
-pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
+/// Connects to the first address that accepts.
+pub(super) async fn connect(connector: &Connector) -> Result<OpenConnection, BrokerError> {
     let (mut last_failure, start) = (None, Instant::now());
     for _ in &connector.settings.url {
         match connector.attempt().await {

@@ -109,7 +109,8 @@ pub(super) fn names_stream(error: &Error) -> bool {
 
 /// Returns the error of an operation that was refused. `broker` is the broker's address, or the name of the exchange
 /// that was used.
-pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
+pub(super) fn refused(broker: &str, error: &Error) -> BrokerError {
+    let broker = broker.to_owned();
     let reason = message(error);
     match Cause::of(error) {
         Cause::Missing => BrokerError::Missing { broker, reason },

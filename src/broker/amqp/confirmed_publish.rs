@@ -1,5 +1,5 @@
 //! Publishes one message, on a given channel or on a new one, and waits for the broker's answer. Finds the
-//! returned message of a request. Owns no state.
+//! returned message of a publish. Owns no state.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,9 +12,9 @@ use lapin::{Channel, Confirmation, Connection, Error};
 use sconce_broker_stream::Strings;
 use tokio::sync::oneshot;
 
+use super::channel_choice::Publishable;
 use super::connect::OpenConnection;
 use super::convert::{as_received, properties_to, short_or_raw};
-use super::routes::Publishable;
 use crate::broker::PublishResult;
 use crate::protocol::Message;
 
@@ -24,7 +24,7 @@ use crate::protocol::Message;
 pub(super) const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 
 /// A message to be published, and the sender that returns the result to the caller.
-pub(super) struct Request {
+pub(super) struct QueuedMessage {
     pub(super) queue: Arc<str>,
     pub(super) message: Arc<Message>,
     /// Number of connections that ended, perhaps because of this message, while it was under way.
@@ -32,7 +32,7 @@ pub(super) struct Request {
     pub(super) result_sender: oneshot::Sender<PublishResult>,
 }
 
-impl Publishable for Request {
+impl Publishable for QueuedMessage {
     fn bytes(&self) -> usize {
         self.message.body.len()
     }
@@ -56,7 +56,7 @@ pub(super) struct PublishAttempt {
 
 /// Tests whether the broker answers: sends `confirm.select` on this channel, where it changes nothing, or on a new
 /// one.
-pub(super) fn send_probe(
+pub(super) fn send_ping(
     channel: Option<Channel>,
     connection: Arc<OpenConnection>,
 ) -> BoxFuture<'static, Result<Channel, Error>> {
@@ -124,22 +124,22 @@ pub(super) struct Returned {
     pub(super) received: Instant,
 }
 
-/// Removes the returned message of this request from `returns`; false when there is none.
-pub(super) fn take_return(returns: &mut Vec<Returned>, request: &Request) -> bool {
-    let found = returns.iter().position(|returned| is_return_of(&returned.message, request));
+/// Removes the returned message that belongs to `sent` from `returns`; false when there is none.
+pub(super) fn take_return(returns: &mut Vec<Returned>, sent: &QueuedMessage) -> bool {
+    let found = returns.iter().position(|returned| is_return_of(&returned.message, sent));
     found.map(|index| returns.swap_remove(index)).is_some()
 }
 
-/// Whether a returned message may be this request's. Two requests that are equal in everything compared here have the
+/// Whether a returned message may be `sent`. Two messages that are equal in everything compared here have the
 /// same queue, and therefore the same outcome, so it does not matter to which of them the message belongs.
-fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
-    let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
+fn is_return_of(returned: &BasicReturnMessage, sent: &QueuedMessage) -> bool {
+    let (theirs, ours) = (&returned.delivery.properties, &sent.message.properties);
     let same = |theirs: &Option<ShortString>, ours: &Option<String>| {
         theirs.as_ref().map(ShortString::as_str)
             == ours.as_deref().map(as_received).as_ref().map(ShortString::as_str)
     };
-    returned.delivery.routing_key == as_received(&request.queue)
+    returned.delivery.routing_key == as_received(&sent.queue)
         && same(theirs.message_id(), &ours.message_id)
         && same(theirs.correlation_id(), &ours.correlation_id)
-        && returned.delivery.data == request.message.body
+        && returned.delivery.data == sent.message.body
 }

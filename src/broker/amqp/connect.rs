@@ -122,16 +122,16 @@ impl Connector {
         Self { refusals, ..self }
     }
 
-    /// Tries the current address once. Returns the connection and the address without its password. After a failure the
-    /// next attempt takes the next address; after a success it takes the same one.
-    pub(super) async fn attempt(&self) -> Result<(OpenConnection, String), Failure> {
+    /// Tries the current address once. After a failure the next attempt takes the next address; after a success it takes
+    /// the same one.
+    pub(super) async fn attempt(&self) -> Result<OpenConnection, Failure> {
         let urls = &self.settings.url;
         let index = self.failed_attempts.load(Ordering::Relaxed) % urls.len().max(1);
         let url = urls.get(index).map(|url| url.expose()).unwrap_or_default();
         let broker = redact_url(url);
         let limit = self.settings.connect_timeout;
         let failure = match tokio::time::timeout(limit, self.open(url, &broker)).await {
-            Ok(Ok(connection)) => return Ok((connection, broker)),
+            Ok(Ok(connection)) => return Ok(connection),
             Ok(Err(failure)) => failure,
             Err(_) => Failure::without_answer(broker, format!("no answer within {limit:?}")),
         };
@@ -156,7 +156,7 @@ impl Connector {
         let connected = sconce_broker_stream::connect(uri, tls, properties).await;
         let (connection, socket, strings) =
             connected.map_err(|error| Failure::of(broker.to_owned(), &error))?;
-        Ok(OpenConnection { connection, socket: Some(socket), strings })
+        Ok(OpenConnection { connection, socket: Some(socket), strings, broker: broker.to_owned() })
     }
 }
 
@@ -184,6 +184,8 @@ pub(super) struct OpenConnection {
     socket: Option<Socket>,
     /// The short strings of its messages that are not UTF-8.
     pub(super) strings: Arc<Strings>,
+    /// The broker's address, without its password.
+    pub(super) broker: String,
 }
 
 impl Deref for OpenConnection {

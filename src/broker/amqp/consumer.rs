@@ -20,7 +20,7 @@ use super::cause::message;
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
 use super::shared_connection::SharedConnector;
-use crate::broker::{BrokerError, Consumer, Event};
+use crate::broker::{BrokerError, Consumer, ConsumerEvent};
 
 /// Smallest bound of the channel of events to the consumer's owner.
 const MIN_EVENTS_BOUND: usize = 260;
@@ -31,7 +31,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(10);
 pub struct AmqpConsumer {
     /// Written by the supervisor. Bound: the first prefetch, at least [`MIN_EVENTS_BOUND`]. Further deliveries wait in
     /// lapin's buffer.
-    events: mpsc::Receiver<Result<Event, BrokerError>>,
+    events: mpsc::Receiver<Result<ConsumerEvent, BrokerError>>,
     /// Stops consuming; also cancelled by `close`. Read by the supervisor.
     cancel: CancellationToken,
     /// The prefetch that was set last. Read by the supervisor.
@@ -90,8 +90,8 @@ fn start(
 }
 
 impl Consumer for AmqpConsumer {
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
-        Box::pin(async { self.events.recv().await.unwrap_or(Ok(Event::End)) })
+    fn next(&mut self) -> BoxFuture<'_, Result<ConsumerEvent, BrokerError>> {
+        Box::pin(async { self.events.recv().await.unwrap_or(Ok(ConsumerEvent::End)) })
     }
 
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
@@ -137,7 +137,7 @@ struct Supervisor {
     subscription: Subscription,
     prefetch: watch::Receiver<u16>,
     granted: Arc<AtomicU16>,
-    events: mpsc::Sender<Result<Event, BrokerError>>,
+    events: mpsc::Sender<Result<ConsumerEvent, BrokerError>>,
     cancel: CancellationToken,
     close: CancellationToken,
     current: CurrentSession,
@@ -156,13 +156,14 @@ impl Supervisor {
                 () = self.cancel.cancelled() => return,
             };
             let delay = match opened {
-                Ok((session, broker)) => {
+                Ok(session) => {
+                    let broker = session.connection.broker.clone();
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
                     let Some(reason) = self.run_session(number, session).await else { return };
                     tracing::warn!(session = number, reason, "lost the broker");
-                    if self.events.send(Ok(Event::Lost { source, session: number })).await.is_err() {
+                    if self.events.send(Ok(ConsumerEvent::Lost { source, session: number })).await.is_err() {
                         return;
                     }
                     if began.elapsed() >= STABLE_AFTER {
@@ -190,7 +191,8 @@ impl Supervisor {
         }
     }
 
-    /// Passes on the deliveries of one session until it ends. Returns why it ended. None: the consumer's owner closed it.
+    /// Passes on the deliveries of one session until it ends. Returns why it ended. None: the consumer's owner closed
+    /// it.
     async fn run_session(&mut self, number: u64, mut session: Session) -> Option<String> {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
@@ -243,7 +245,7 @@ impl Supervisor {
                         let raw = session.raw_strings(delivery.delivery_tag);
                         let delivery =
                             delivery_from(delivery, raw.as_ref(), source, open.session, session.with_routing_key);
-                        let event = Event::Delivery(Box::new(delivery));
+                        let event = ConsumerEvent::Delivery(Box::new(delivery));
                         if self.events.send(Ok(event)).await.is_err() {
                             break None;
                         }
@@ -254,7 +256,7 @@ impl Supervisor {
                         Ok(false) => {
                             is_cancelled = true;
                             stream_ended = true;
-                            let _ = self.events.send(Ok(Event::End)).await;
+                            let _ = self.events.send(Ok(ConsumerEvent::End)).await;
                         }
                         Err(lost) => break Some(lost),
                     },

@@ -25,7 +25,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection for requests to launchers.
 pub struct ControlClient {
-    broker: String,
     exchange: String,
     connection: OpenConnection,
     channel: Channel,
@@ -38,7 +37,7 @@ impl ControlClient {
     /// # Errors
     /// No address could be reached, or the broker refuses.
     pub async fn connect(connector: &Connector, exchange: &str) -> Result<Self, BrokerError> {
-        let (connection, broker) = connect(connector).await?;
+        let connection = connect(connector).await?;
         let limit = connector.settings.connect_timeout;
         let set_up = async {
             let channel = connection.create_channel().await?;
@@ -50,12 +49,12 @@ impl ControlClient {
                 .await?;
             Ok::<_, Error>((channel, answers))
         };
-        let (channel, answers) = in_time(&broker, limit, set_up).await?;
-        Ok(Self { broker, exchange: exchange.to_owned(), connection, channel, answers })
+        let (channel, answers) = in_time(&connection.broker, limit, set_up).await?;
+        Ok(Self { exchange: exchange.to_owned(), connection, channel, answers })
     }
 
-    /// Publishes a request, which expires after `expires`. Unroutable: no launcher is bound to this routing key. Nacked: the
-    /// queue of one of them is full.
+    /// Publishes a request, which expires after `expires`. Unroutable: no launcher is bound to this routing key. Nacked:
+    /// the queue of one of them is full.
     ///
     /// # Errors
     /// The broker refuses or is lost, or there is no such exchange.
@@ -76,20 +75,12 @@ impl ControlClient {
         self.publish(routing_key, &properties, body).await
     }
 
-    /// Publishes a message without a body, which requests no answer.
+    /// Publishes a message, with the outcomes of [`publish_request`](Self::publish_request).
     ///
     /// # Errors
-    /// As [`publish_request`](Self::publish_request).
-    pub async fn publish_notice(
-        &self,
-        routing_key: &str,
-        properties: &Properties,
-    ) -> Result<Published, BrokerError> {
-        self.publish(routing_key, properties, &[]).await
-    }
-
+    /// The broker refuses or is lost, or there is no such exchange.
     #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
-    async fn publish(
+    pub async fn publish(
         &self,
         routing_key: &str,
         properties: &Properties,
@@ -123,7 +114,7 @@ impl ControlClient {
     /// The broker refuses or is lost.
     pub async fn keep_withdrawal(&self, body: &[u8], max_age: Duration) -> Result<(), BrokerError> {
         let added = withdrawals::add(&self.connection, &self.channel, &self.exchange, body, max_age);
-        in_time(&self.broker, ANSWER_TIMEOUT, added).await
+        in_time(&self.connection.broker, ANSWER_TIMEOUT, added).await
     }
 
     /// The next answer; none if the connection is lost. Safe to cancel.
@@ -141,9 +132,9 @@ impl ControlClient {
     pub async fn depth(&self, queue: &str) -> Result<Option<QueueDepth>, BrokerError> {
         let inspected = timeout(ANSWER_TIMEOUT, inspect(&self.connection, queue))
             .await
-            .map_err(|_| unanswered(&self.broker, ANSWER_TIMEOUT))?;
+            .map_err(|_| unanswered(&self.connection.broker, ANSWER_TIMEOUT))?;
         if !self.connection.status().connected() {
-            let reason = format!("{}: the connection is lost", self.broker);
+            let reason = format!("{}: the connection is lost", self.connection.broker);
             return Err(BrokerError::Unreachable { seconds: 0, reason });
         }
         let Ok(queue) = inspected else { return Ok(None) };
@@ -163,7 +154,7 @@ async fn in_time<T>(
     work: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, BrokerError> {
     let answered = timeout(limit, work).await.map_err(|_| unanswered(broker, limit))?;
-    answered.map_err(|error| refused(broker.to_owned(), &error))
+    answered.map_err(|error| refused(broker, &error))
 }
 
 /// The error of a request that the broker did not answer within `limit`.

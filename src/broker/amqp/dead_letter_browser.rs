@@ -43,7 +43,6 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub struct DeadLetterBrowser {
     connection: OpenConnection,
     channel: Channel,
-    broker: String,
     queue: String,
     /// Longest wait for the next message, or for the answer to a `basic_get`.
     answer_timeout: Duration,
@@ -77,8 +76,8 @@ impl DeadLetterBrowser {
     /// # Errors
     /// No address could be reached, or the broker refuses; a queue that does not exist is refused.
     pub async fn open(connector: Connector, queue: &str) -> Result<Self, BrokerError> {
-        let (connection, broker) = connect(&connector).await?;
-        let to_error = |error| broker_error(&broker, queue, &error);
+        let connection = connect(&connector).await?;
+        let to_error = |error| broker_error(&connection.broker, queue, &error);
         let remaining = ready_count(&connection, queue).await.map_err(to_error)?;
         // The check declares the queue, which the settings may forbid.
         let has_our_limit =
@@ -86,7 +85,6 @@ impl DeadLetterBrowser {
         Ok(Self {
             channel: connection.create_channel().await.map_err(to_error)?,
             connection,
-            broker,
             queue: queue.to_owned(),
             answer_timeout: connector.settings.connect_timeout,
             publisher: AmqpPublisher::new(connector),
@@ -131,7 +129,7 @@ impl DeadLetterBrowser {
     /// 10,000 messages took 10 s and 30,000 took 70 s).
     async fn fetch(&mut self) -> Result<(), BrokerError> {
         let size = self.remaining.min(BATCH_SIZE);
-        let to_error = |error| broker_error(&self.broker, &self.queue, &error);
+        let to_error = |error| broker_error(&self.connection.broker, &self.queue, &error);
         self.channel.basic_qos(size as u16, BasicQosOptions::default()).await.map_err(to_error)?;
         let options = BasicConsumeOptions::default();
         let (queue, tag) = (short(&self.queue), short(""));
@@ -256,7 +254,7 @@ impl DeadLetterBrowser {
     }
 
     fn broker_error(&self, error: &Error) -> BrokerError {
-        broker_error(&self.broker, &self.queue, error)
+        broker_error(&self.connection.broker, &self.queue, error)
     }
 }
 

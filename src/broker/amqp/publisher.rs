@@ -1,4 +1,4 @@
-//! The sending side of RabbitMQ. Each message is confirmed individually; `routes` decides its channel, so that
+//! The sending side of RabbitMQ. Each message is confirmed individually; `channel_choice` decides its channel, so that
 //! no queue, refusal or large message delays others. Owns the handles to two connections, each with a task of its
 //! own: one for messages with plain headers (see `Properties::is_plain`), and a second, opened when needed, for
 //! messages with other headers, called foreign headers. These may make a broker close the connection.
@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::admin::{connect, declare};
 use super::cause::Cause;
-use super::confirmed_publish::Request;
+use super::confirmed_publish::QueuedMessage;
 use super::connect::{Connector, OpenConnection};
-use super::sending::{MAX_REQUESTS, SendTask};
+use super::sending::{MAX_QUEUED, SendTask};
 use super::topology::{Topology, inspect, retry_queue};
 use crate::broker::{BrokerError, Delay, PublishFuture, Publisher, QueueState};
 use crate::protocol::Message;
@@ -66,7 +66,7 @@ impl Inspector {
             return None;
         }
         if !self.connection.as_ref().is_some_and(|connection| connection.status().connected()) {
-            self.connection = Some(connect(connector).await.ok()?.0);
+            self.connection = Some(connect(connector).await.ok()?);
         }
         let error = match inspect(self.connection.as_ref()?, queue).await {
             Ok(queue) => {
@@ -97,8 +97,8 @@ struct ConnectionHandle {
     /// Whether the broker takes messages over this connection. Written by its task.
     takes_messages: Arc<AtomicBool>,
     /// Written by every task that publishes, read by the connection's task.
-    requests: mpsc::Sender<Request>,
-    /// Ends the connection's task, which drops its end of `requests` when the connection is closed.
+    queued: mpsc::Sender<QueuedMessage>,
+    /// Ends the connection's task, which drops its end of `queued` when the connection is closed.
     close: CancellationToken,
 }
 
@@ -127,20 +127,20 @@ impl AmqpPublisher {
 }
 
 impl ConnectionHandle {
-    /// Starts the task of a connection. `max_shared_body` is as in [`super::routes::Routes::new`].
+    /// Starts the task of a connection. `max_shared_body` is as in [`super::channel_choice::Messages::new`].
     fn start(connector: Arc<Connector>, max_shared_body: Option<usize>) -> Self {
-        let (requests, queued) = mpsc::channel(MAX_REQUESTS);
+        let (queued, receiver) = mpsc::channel(MAX_QUEUED);
         let close = CancellationToken::new();
         let takes_messages = Arc::new(AtomicBool::new(false));
         tokio::spawn(
-            SendTask::new(connector, max_shared_body, takes_messages.clone()).run(queued, close.clone()),
+            SendTask::new(connector, max_shared_body, takes_messages.clone()).run(receiver, close.clone()),
         );
-        Self { takes_messages, requests, close }
+        Self { takes_messages, queued, close }
     }
 
     async fn close(&self) {
         self.close.cancel();
-        self.requests.closed().await;
+        self.queued.closed().await;
     }
 }
 
@@ -151,8 +151,8 @@ impl Publisher for AmqpPublisher {
             let closed = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
             let (result_sender, result) = oneshot::channel();
             let connection = if message.properties.is_plain() { &self.plain } else { &self.foreign };
-            let request = Request { queue: queue.into(), message, suspicions: 0, result_sender };
-            connection.requests.send(request).await.map_err(|_| closed())?;
+            let message = QueuedMessage { queue: queue.into(), message, suspicions: 0, result_sender };
+            connection.queued.send(message).await.map_err(|_| closed())?;
             result.await.map_err(|_| closed())?
         })
     }

@@ -1,4 +1,4 @@
-//! The task that owns a publishing connection: sends the messages that `routes` releases, reports the outcome
+//! The task that owns a publishing connection: sends the messages that `channel_choice` releases, reports the outcome
 //! of each, and reconnects. Decides when a connection counts as dead, and which message is refused.
 
 use std::sync::Arc;
@@ -13,20 +13,20 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::cause::{Cause, message};
+use super::channel_choice::{ChannelKind, Messages};
 use super::confirmed_publish::{
-    DIRECT_REPLY_TO, PublishAttempt, Request, Returned, publish_confirmed, send_probe, take_return,
+    DIRECT_REPLY_TO, PublishAttempt, QueuedMessage, Returned, publish_confirmed, send_ping, take_return,
 };
 use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy};
-use super::routes::{Place, Routes};
 use crate::broker::{BrokerError, Published};
 
-/// Bound of the channel of requests to the task. The task reads all that wait at once.
-pub(super) const MAX_REQUESTS: usize = 512;
+/// Bound of the channel of messages to the task. The task reads all that wait at once.
+pub(super) const MAX_QUEUED: usize = 512;
 /// Maximum number of unused channels that are kept for reuse.
 const MAX_SPARE_CHANNELS: usize = 4;
-/// When the broker has sent nothing for this long while messages are under way, it is probed. After the same time again
-/// without an answer it counts as not taking messages.
-const PROBE_AFTER: Duration = Duration::from_millis(500);
+/// When the broker has sent nothing for this long while messages are under way, it is asked whether it still answers (a
+/// ping). After the same time again without an answer it counts as not taking messages.
+const PING_AFTER: Duration = Duration::from_millis(500);
 /// A connection that breaks sooner counts as a failed attempt: the next attempt waits, longer each time.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// Interval of the checks of a connection while messages are under way.
@@ -59,12 +59,11 @@ struct LiveConnection {
     shared: Option<(Channel, Instant)>,
     /// Channels for messages that go alone, free now.
     spare: Vec<Channel>,
-    broker: String,
     /// True while an alarm of the broker holds up publishing. Written by [`watch_alarms`].
     blocked: watch::Receiver<bool>,
-    /// The channel on which the broker is probed.
-    probe_channel: Option<Channel>,
-    /// When the broker last answered a message or a probe.
+    /// The channel on which pings are sent.
+    ping_channel: Option<Channel>,
+    /// When the broker last answered a message or a ping.
     silent_since: Instant,
     /// The time for which a queue has been slow is counted from here at the earliest: the opening of the connection, or
     /// the end of an alarm.
@@ -72,15 +71,25 @@ struct LiveConnection {
     opened: Instant,
 }
 
+/// The broker's confirm or nack of a message.
+struct BrokerAnswer {
+    id: u64,
+    channel: Option<Channel>,
+    /// Whether it is a confirm.
+    confirmed: bool,
+    /// Whether a returned message came with it, which may be this message or another.
+    with_return: bool,
+}
+
 /// An answer that is held back, because the message may still turn out to have been returned.
 struct HeldAnswer {
-    request: Request,
+    queued: QueuedMessage,
     confirmed: bool,
     until: Instant,
 }
 
 /// A question to the broker whether it still answers.
-struct Probe {
+struct Ping {
     answer: BoxFuture<'static, Result<Channel, Error>>,
     sent: Instant,
 }
@@ -90,14 +99,14 @@ pub(super) struct SendTask {
     connector: Arc<Connector>,
     live: Option<LiveConnection>,
     reconnect: ReconnectPolicy,
-    routes: Routes<Request>,
+    messages: Messages<QueuedMessage>,
     under_way: FuturesUnordered<BoxFuture<'static, PublishAttempt>>,
-    /// Answers that came with the returned message of another request; see [`RETURN_WAIT`].
+    /// Answers that came with the returned message of another publish; see [`RETURN_WAIT`].
     held_answers: Vec<HeldAnswer>,
-    /// Returned messages not yet matched with a request.
+    /// Returned messages not yet matched with one that was sent.
     unmatched_returns: Vec<Returned>,
-    /// The probe that the broker has not answered yet.
-    probe: Option<Probe>,
+    /// The ping that the broker has not answered yet.
+    ping: Option<Ping>,
     /// Whether the broker takes messages. Written here, read by [`super::publisher::AmqpPublisher`].
     takes_messages: Arc<AtomicBool>,
     /// Set when the connection broke soon after it was made: the next attempt has to wait.
@@ -106,7 +115,7 @@ pub(super) struct SendTask {
 
 impl SendTask {
     /// The state without a connection; the task connects when the first message comes. `max_shared_body` is as in
-    /// [`Routes::new`].
+    /// [`Messages::new`].
     pub(super) fn new(
         connector: Arc<Connector>,
         max_shared_body: Option<usize>,
@@ -116,21 +125,21 @@ impl SendTask {
             connector,
             live: None,
             reconnect: ReconnectPolicy::default(),
-            routes: Routes::new(max_shared_body),
+            messages: Messages::new(max_shared_body),
             under_way: FuturesUnordered::new(),
             held_answers: Vec::new(),
             unmatched_returns: Vec::new(),
-            probe: None,
+            ping: None,
             takes_messages,
             early_failure: None,
         }
     }
 
-    pub(super) async fn run(mut self, mut queued: mpsc::Receiver<Request>, close: CancellationToken) {
+    pub(super) async fn run(mut self, mut receiver: mpsc::Receiver<QueuedMessage>, close: CancellationToken) {
         let mut next_check = tokio::time::Instant::now();
         loop {
-            let mut requests = Vec::new();
-            let needs_check = !self.routes.is_idle() || !self.held_answers.is_empty();
+            let mut queued = Vec::new();
+            let needs_check = !self.messages.is_idle() || !self.held_answers.is_empty();
             tokio::select! {
                 biased;
                 // First in the list, so that a busy task does not skip the checks.
@@ -139,20 +148,20 @@ impl SendTask {
                     next_check = tokio::time::Instant::now() + CHECK_INTERVAL;
                 }
                 Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.handle_answers(sent),
-                answer = probe_answer(&mut self.probe) => self.probe_answered(answer),
-                received = queued.recv_many(&mut requests, MAX_REQUESTS) => {
+                answer = ping_answer(&mut self.ping) => self.ping_answered(answer),
+                received = receiver.recv_many(&mut queued, MAX_QUEUED) => {
                     if received == 0 { break }
-                    gather(&mut queued, &mut requests).await;
-                    self.enqueue(requests);
+                    gather(&mut receiver, &mut queued).await;
+                    self.enqueue(queued);
                 }
                 () = close.cancelled() => break,
             }
             if let Err(error) = self.send().await {
                 tracing::error!(%error, "cannot publish");
-                queued.close();
-                let mut unsent = self.routes.take_all();
-                while let Some(request) = queued.recv().await {
-                    unsent.push(request);
+                receiver.close();
+                let mut unsent = self.messages.take_all();
+                while let Some(queued) = receiver.recv().await {
+                    unsent.push(queued);
                 }
                 unsent.into_iter().for_each(|it| drop(it.result_sender.send(Err(error.clone()))));
                 return;
@@ -164,36 +173,38 @@ impl SendTask {
     /// Closes the connection gracefully, unless a message is under way: no caller waits for it any more, and a
     /// broker that is busy with it would not answer.
     async fn close_connection(&mut self) {
-        if let Some(live) = self.live.take().filter(|_| self.routes.is_idle()) {
+        if let Some(live) = self.live.take().filter(|_| self.messages.is_idle()) {
             let close = live.connection.close(200, "done".into());
             let _ = timeout(self.connector.settings.connect_timeout, close).await;
         }
     }
 
-    /// Hands the requests to `routes`. All direct reply-to addresses count as one queue.
-    fn enqueue(&mut self, requests: Vec<Request>) {
+    /// Hands the messages to `channel_choice`. All direct reply-to addresses count as one queue.
+    fn enqueue(&mut self, queued: Vec<QueuedMessage>) {
         let now = Instant::now();
-        for request in requests {
-            let is_direct = request.queue.starts_with(DIRECT_REPLY_TO);
-            let queue = if is_direct { DIRECT_REPLY_TO.into() } else { request.queue.clone() };
-            self.routes.push(queue, request, now);
+        for message in queued {
+            let is_direct = message.queue.starts_with(DIRECT_REPLY_TO);
+            let queue = if is_direct { DIRECT_REPLY_TO.into() } else { message.queue.clone() };
+            self.messages.push(queue, message, now);
         }
     }
 
     /// Sends all waiting messages that may be sent now. Connects first if there is no connection.
     async fn send(&mut self) -> Result<(), BrokerError> {
-        if !self.routes.has_waiting() {
+        if !self.messages.has_waiting() {
             return Ok(());
         }
         self.ensure_connected().await?;
         let Some(live) = &mut self.live else { return Ok(()) };
-        while let Some((id, place)) = self.routes.next(Instant::now()) {
-            let Some((request, _)) = self.routes.get(id) else { continue };
-            let channel = match place {
-                Place::Alone => live.spare.pop(),
-                Place::Shared | Place::Retired => live.shared.as_ref().map(|(channel, _)| channel.clone()),
+        while let Some((id, kind)) = self.messages.next(Instant::now()) {
+            let Some((queued, _)) = self.messages.get(id) else { continue };
+            let channel = match kind {
+                ChannelKind::Alone => live.spare.pop(),
+                ChannelKind::Shared | ChannelKind::Retired => {
+                    live.shared.as_ref().map(|(channel, _)| channel.clone())
+                }
             };
-            let (queue, message) = (request.queue.clone(), request.message.clone());
+            let (queue, message) = (queued.queue.clone(), queued.message.clone());
             self.under_way.push(publish_confirmed(id, channel, live.connection.clone(), queue, message));
         }
         Ok(())
@@ -202,55 +213,58 @@ impl SendTask {
     /// The periodic check: timeouts, alarms, slow queues.
     fn check(&mut self) {
         let now = Instant::now();
-        self.routes.clean(now);
+        self.messages.clean(now);
         self.release_held_answers(now);
         let settings = &self.connector.settings;
-        let is_choked = self.routes.is_choked(now, settings.confirm_timeout);
-        let wanted = self.routes.wanted();
+        let is_choked = self.messages.is_choked(now, settings.confirm_timeout);
+        let wanted = self.messages.wanted();
         let Some(live) = &mut self.live else { return };
         if *live.blocked.borrow() {
             (live.silent_since, live.slow_since) = (now, now);
-            (self.probe, live.probe_channel) = (None, None);
+            (self.ping, live.ping_channel) = (None, None);
             return self.takes_messages.store(false, Ordering::Relaxed);
         }
-        if let Some(probe) = &self.probe {
+        if let Some(ping) = &self.ping {
             let bytes = wanted.map_or(0, |wanted| wanted.bytes);
             let limit = settings.confirm_timeout
                 + Duration::from_secs_f64(bytes as f64 / MIN_BYTES_PER_SECOND as f64);
-            if now >= probe.sent + limit {
+            if now >= ping.sent + limit {
                 let limit_ms = limit.as_millis() as u64;
-                tracing::warn!(broker = live.broker, limit_ms, "no confirm; reconnecting");
+                tracing::warn!(broker = live.connection.broker, limit_ms, "no confirm; reconnecting");
                 self.drop_connection(now);
                 return;
             }
-        } else if wanted.is_some_and(|it| now >= it.oldest_sent.max(live.silent_since) + PROBE_AFTER) {
-            let answer = send_probe(live.probe_channel.take(), live.connection.clone());
-            self.probe = Some(Probe { answer, sent: now });
+        } else if wanted.is_some_and(|it| now >= it.oldest_sent.max(live.silent_since) + PING_AFTER) {
+            let answer = send_ping(live.ping_channel.take(), live.connection.clone());
+            self.ping = Some(Ping { answer, sent: now });
         }
-        let is_answering = self.probe.as_ref().is_none_or(|probe| now < probe.sent + PROBE_AFTER);
+        let is_answering = self.ping.as_ref().is_none_or(|ping| now < ping.sent + PING_AFTER);
         self.takes_messages.store(is_answering, Ordering::Relaxed);
         if is_choked {
             tracing::warn!(
-                broker = live.broker,
+                broker = live.connection.broker,
                 "queues that confirm nothing hold all channels; reconnecting"
             );
             self.drop_connection(now);
-        } else if is_answering && self.routes.is_held_up_since(live.slow_since, now) {
-            tracing::info!(broker = live.broker, "a queue is slow to confirm; others get a new channel");
+        } else if is_answering && self.messages.is_held_up_since(live.slow_since, now) {
+            tracing::info!(
+                broker = live.connection.broker,
+                "a queue is slow to confirm; others get a new channel"
+            );
             live.shared = None;
-            self.routes.retire();
+            self.messages.retire();
         }
     }
 
-    /// Handles the end of a probe: the broker has answered, or the connection is lost. The loss is not handled here,
+    /// Handles the end of a ping: the broker has answered, or the connection is lost. The loss is not handled here,
     /// because the messages under way report it too.
-    fn probe_answered(&mut self, answer: Result<Channel, Error>) {
-        self.probe = None;
+    fn ping_answered(&mut self, answer: Result<Channel, Error>) {
+        self.ping = None;
         if let Some(live) = &mut self.live
             && live.connection.status().connected()
         {
             live.silent_since = Instant::now();
-            live.probe_channel = answer.ok();
+            live.ping_channel = answer.ok();
             self.takes_messages.store(true, Ordering::Relaxed);
         }
     }
@@ -269,15 +283,15 @@ impl SendTask {
                 Ok(confirmation) => {
                     let confirmed = confirmation.is_ack();
                     let returned = confirmation.take_message();
-                    answered.push((id, channel, confirmed, returned.is_some()));
+                    answered.push(BrokerAnswer { id, channel, confirmed, with_return: returned.is_some() });
                     self.unmatched_returns
                         .extend(returned.map(|message| Returned { message, received: now }));
                 }
                 Err(error) => failed.push((id, error)),
             }
         }
-        for (id, channel, confirmed, with_return) in answered {
-            self.handle_confirmation(id, channel, confirmed, with_return, now);
+        for answer in answered {
+            self.handle_confirmation(answer, now);
         }
         self.release_held_answers(now);
         for (id, error) in failed {
@@ -285,53 +299,48 @@ impl SendTask {
         }
     }
 
-    /// Handles a confirm or nack. `with_return`: a returned message came with it, which may be this message or another.
-    fn handle_confirmation(
-        &mut self,
-        id: u64,
-        channel: Option<Channel>,
-        confirmed: bool,
-        with_return: bool,
-        now: Instant,
-    ) {
-        let place = self.routes.place_of(id);
+    fn handle_confirmation(&mut self, answer: BrokerAnswer, now: Instant) {
+        let BrokerAnswer { id, channel, confirmed, with_return } = answer;
+        let kind = self.messages.kind_of(id);
         let returned =
-            self.routes.get(id).is_some_and(|(request, _)| take_return(&mut self.unmatched_returns, request));
+            self.messages.get(id).is_some_and(|(queued, _)| take_return(&mut self.unmatched_returns, queued));
         if let Some(live) = &mut self.live {
             live.silent_since = now;
             let is_old = |since: &Instant| now >= *since + RETIRE_ON_NACK_AFTER;
-            match (place, confirmed) {
-                (Some(Place::Alone), true) if !returned && live.shared.is_none() => {
+            match (kind, confirmed) {
+                (Some(ChannelKind::Alone), true) if !returned && live.shared.is_none() => {
                     live.shared = channel.map(|channel| (channel, now));
-                    self.routes.share(id);
+                    self.messages.share(id);
                 }
-                (Some(Place::Alone), true) => {
+                (Some(ChannelKind::Alone), true) => {
                     channel.into_iter().for_each(|channel| live.keep_spare(channel));
                 }
-                (Some(Place::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| is_old(it)) => {
+                (Some(ChannelKind::Shared), false)
+                    if live.shared.as_ref().is_some_and(|(_, it)| is_old(it)) =>
+                {
                     live.shared = None;
-                    self.routes.retire();
+                    self.messages.retire();
                 }
                 _ => {}
             }
         }
-        let Some(request) = self.routes.answered(id, confirmed && !returned, now) else { return };
+        let Some(queued) = self.messages.answered(id, confirmed && !returned, now) else { return };
         if returned {
-            let _ = request.result_sender.send(Ok(Published::Unroutable));
-        } else if with_return && place != Some(Place::Alone) {
-            self.held_answers.push(HeldAnswer { request, confirmed, until: now + RETURN_WAIT });
+            let _ = queued.result_sender.send(Ok(Published::Unroutable));
+        } else if with_return && kind != Some(ChannelKind::Alone) {
+            self.held_answers.push(HeldAnswer { queued, confirmed, until: now + RETURN_WAIT });
         } else {
-            let _ = request.result_sender.send(Ok(outcome(confirmed)));
+            let _ = queued.result_sender.send(Ok(outcome(confirmed)));
         }
     }
 
     /// Passes on the held answers whose returned message has come, or whose wait is over.
     fn release_held_answers(&mut self, now: Instant) {
         for held in std::mem::take(&mut self.held_answers) {
-            if take_return(&mut self.unmatched_returns, &held.request) {
-                let _ = held.request.result_sender.send(Ok(Published::Unroutable));
+            if take_return(&mut self.unmatched_returns, &held.queued) {
+                let _ = held.queued.result_sender.send(Ok(Published::Unroutable));
             } else if now >= held.until {
-                let _ = held.request.result_sender.send(Ok(outcome(held.confirmed)));
+                let _ = held.queued.result_sender.send(Ok(outcome(held.confirmed)));
             } else {
                 self.held_answers.push(held);
             }
@@ -342,53 +351,53 @@ impl SendTask {
     /// Handles the failure of a publish: drops the connection, reports that the message is refused, or sends it again.
     fn handle_failure(&mut self, id: u64, error: &Error, now: Instant) {
         // None when an earlier failure of this round lost the connection: this message will be sent again.
-        let Some(place) = self.routes.place_of(id) else { return };
+        let Some(kind) = self.messages.kind_of(id) else { return };
         let Some(live) = &mut self.live else { return };
         let only_its_channel = error.is_amqp_soft_error()
             || matches!(error.kind(), ErrorKind::InvalidChannelState(..) | ErrorKind::ChannelsLimitReached);
         if !only_its_channel || !live.connection.status().connected() {
             // One of the messages under way may have caused it.
             if Cause::of(error) == Cause::BadFrame {
-                self.routes.change_all(|request| {
-                    request.suspicions += u32::from(!request.message.properties.is_plain())
+                self.messages.change_all(|queued| {
+                    queued.suspicions += u32::from(!queued.message.properties.is_plain())
                 });
             }
             return self.drop_connection_after(error, now);
         }
-        match place {
+        match kind {
             // The message was alone on the channel, so the broker refused this one.
-            Place::Alone if error.is_amqp_soft_error() => {
+            ChannelKind::Alone if error.is_amqp_soft_error() => {
                 let reason = message(error);
                 let answer = match Cause::of(error) {
                     Cause::ContentTooLarge | Cause::PreconditionFailed => Published::Refused(reason),
                     _ => Published::Forbidden(reason),
                 };
-                let request = self.routes.answered(id, false, now);
-                request.map(|request| request.result_sender.send(Ok(answer)));
+                let queued = self.messages.answered(id, false, now);
+                queued.map(|queued| queued.result_sender.send(Ok(answer)));
             }
-            Place::Alone | Place::Retired => self.routes.retry(id, now, REOPEN_DELAY),
-            Place::Shared => {
-                tracing::warn!(broker = live.broker, reason = message(error), "publishing again");
+            ChannelKind::Alone | ChannelKind::Retired => self.messages.retry(id, now, REOPEN_DELAY),
+            ChannelKind::Shared => {
+                tracing::warn!(broker = live.connection.broker, reason = message(error), "publishing again");
                 live.shared = None;
-                self.routes.retire();
-                self.routes.retry(id, now, Duration::ZERO);
+                self.messages.retire();
+                self.messages.retry(id, now, Duration::ZERO);
             }
         }
     }
 
     /// Drops the connection because of this error.
     fn drop_connection_after(&mut self, error: &Error, now: Instant) {
-        let broker = self.live.as_ref().map(|live| live.broker.clone());
+        let broker = self.live.as_ref().map(|live| live.connection.broker.clone());
         let reason = message(error);
         if matches!(Cause::of(error), Cause::NotAllowed | Cause::LimitReached) {
             // Most likely the limit of channels was reached.
-            self.routes.allow_fewer();
+            self.messages.allow_fewer();
         }
         if self.live.as_ref().is_some_and(|live| now < live.opened + STABLE_AFTER) {
             self.early_failure = Some(Failure::of(broker.clone().unwrap_or_default(), error));
         }
-        for request in self.routes.take_if(|request| request.suspicions >= MAX_SUSPICIONS) {
-            let _ = request.result_sender.send(Ok(Published::Refused(reason.clone())));
+        for queued in self.messages.take_if(|queued| queued.suspicions >= MAX_SUSPICIONS) {
+            let _ = queued.result_sender.send(Ok(Published::Refused(reason.clone())));
         }
         let messages = self.drop_connection(now);
         tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");
@@ -396,12 +405,12 @@ impl SendTask {
 
     /// Drops the connection, so that the messages under way are sent again. Returns their number.
     fn drop_connection(&mut self, now: Instant) -> usize {
-        (self.live, self.probe) = (None, None);
+        (self.live, self.ping) = (None, None);
         self.takes_messages.store(false, Ordering::Relaxed);
         self.under_way.clear();
         self.unmatched_returns.clear();
-        self.routes.connection_lost(now, |request| {
-            SUSPICION_DELAY * request.suspicions.saturating_mul(request.suspicions)
+        self.messages.connection_lost(now, |queued| {
+            SUSPICION_DELAY * queued.suspicions.saturating_mul(queued.suspicions)
         })
     }
 
@@ -410,9 +419,9 @@ impl SendTask {
             let failure = match self.early_failure.take() {
                 Some(failure) => failure,
                 None => match self.connector.attempt().await {
-                    Ok((connection, broker)) => {
+                    Ok(connection) => {
                         self.reconnect.connected();
-                        self.live = Some(LiveConnection::new(connection, broker));
+                        self.live = Some(LiveConnection::new(connection));
                         self.takes_messages.store(true, Ordering::Relaxed);
                         return Ok(());
                     }
@@ -430,16 +439,15 @@ impl SendTask {
 }
 
 impl LiveConnection {
-    fn new(connection: OpenConnection, broker: String) -> Self {
+    fn new(connection: OpenConnection) -> Self {
         let (blocked, now) = (watch_alarms(&connection), Instant::now());
         let connection = Arc::new(connection);
         Self {
             connection,
             shared: None,
             spare: Vec::new(),
-            broker,
             blocked,
-            probe_channel: None,
+            ping_channel: None,
             silent_since: now,
             slow_since: now,
             opened: now,
@@ -453,13 +461,13 @@ impl LiveConnection {
     }
 }
 
-/// Adds the requests that arrive at the same moment, such as the other replies of a batch. Messages that are sent
+/// Adds the messages that arrive at the same moment, such as the other replies of a batch. Messages that are sent
 /// together cost the broker only one write to disk.
-async fn gather(queued: &mut mpsc::Receiver<Request>, requests: &mut Vec<Request>) {
+async fn gather(receiver: &mut mpsc::Receiver<QueuedMessage>, queued: &mut Vec<QueuedMessage>) {
     loop {
         tokio::task::yield_now().await;
-        // When `requests` is full, the limit is 0 and this returns 0 too.
-        if queued.recv_many(requests, MAX_REQUESTS - requests.len()).now_or_never().unwrap_or(0) == 0 {
+        // When `queued` is full, the limit is 0 and this returns 0 too.
+        if receiver.recv_many(queued, MAX_QUEUED - queued.len()).now_or_never().unwrap_or(0) == 0 {
             return;
         }
     }
@@ -492,10 +500,10 @@ fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
     blocked
 }
 
-/// The answer to the open probe; pending forever when none is open.
-async fn probe_answer(probe: &mut Option<Probe>) -> Result<Channel, Error> {
-    match probe {
-        Some(probe) => (&mut probe.answer).await,
+/// The answer to the open ping; pending forever when none is open.
+async fn ping_answer(ping: &mut Option<Ping>) -> Result<Channel, Error> {
+    match ping {
+        Some(ping) => (&mut ping.answer).await,
         None => std::future::pending().await,
     }
 }

@@ -1,6 +1,6 @@
-//! One session with RabbitMQ: a channel on a connection that sessions of other queues may share, and the consumer on it. Decides how a session is set
-//! up and how deliveries are converted. Owns the handles. The supervisor in `consumer.rs` opens a new session when
-//! one ends.
+//! One session with RabbitMQ: a channel on a connection that sessions of other queues may share, and the consumer on
+//! it. Decides how a session is set up and how deliveries are converted. Owns the handles. The supervisor in
+//! `consumer.rs` opens a new session when one ends.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,8 @@ pub enum Subscription {
     Tasks {
         /// The queue's name.
         queue: String,
-        /// The pool's queues. Those that belong to this one are declared if they are missing; none: nothing is declared.
+        /// The pool's queues. Those that belong to this one are declared if they are missing. None: nothing is
+        /// declared.
         topology: Option<Topology>,
         /// Which of the pool's queues it is.
         source: Source,
@@ -53,8 +54,9 @@ pub enum Subscription {
         exchange: String,
         /// The binding keys.
         keys: Vec<String>,
-        /// The most messages that wait in the queue, and the most bytes of their bodies. The broker refuses further ones.
+        /// The most messages that wait in the queue. The broker refuses further ones.
         max_length: i32,
+        /// The most bytes of the bodies of these messages.
         max_bytes: i64,
     },
 }
@@ -87,12 +89,12 @@ impl Subscription {
 }
 
 impl Session {
-    /// Connects and starts consuming. Also returns the broker's address.
+    /// Connects and starts consuming.
     pub(super) async fn open(
         connector: &SharedConnector,
         subscription: &Subscription,
         prefetch: u16,
-    ) -> Result<(Self, String), Failure> {
+    ) -> Result<Self, Failure> {
         let connection = connector.connect().await?;
         let broker = connection.broker.clone();
         let session = Self::set_up(connection, subscription, prefetch, connector);
@@ -104,7 +106,7 @@ impl Session {
                 } else {
                     tracing::info!(broker, queue = session.queue, "consuming");
                 }
-                return Ok((session, broker));
+                return Ok(session);
             }
             Ok(Err(error)) => Failure::of(broker, &error),
             Err(_) => {

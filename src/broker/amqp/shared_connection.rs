@@ -21,8 +21,6 @@ pub(super) struct SharedConnector {
 /// An open connection.
 pub(super) struct SharedConnection {
     connection: OpenConnection,
-    /// The broker's address, without its password.
-    pub(super) broker: String,
     /// Why a channel or the connection failed last. Written by the task that listens to the connection's events: lapin
     /// gives each event to one listener only.
     failures: watch::Receiver<Option<String>>,
@@ -39,9 +37,9 @@ impl SharedConnector {
         if let Some(open) = current.upgrade().filter(|open| open.status().connected()) {
             return Ok(open);
         }
-        let (connection, broker) = self.connector.attempt().await?;
+        let connection = self.connector.attempt().await?;
         let failures = watch_failures(&connection);
-        let shared = Arc::new(SharedConnection { connection, broker, failures });
+        let shared = Arc::new(SharedConnection { connection, failures });
         *current = Arc::downgrade(&shared);
         Ok(shared)
     }

@@ -196,10 +196,11 @@ fn retry_arguments(task_queue: &str, ceiling: Duration) -> FieldTable {
     arguments
 }
 
-/// Refuses an existing queue that is a stream. Of a task queue, each worker would compute every task, and none from
-/// before its start; from a queue of dead letters, none could be taken out. `arguments` are those of a queue that we make,
-/// with which the broker has nothing to say. A task queue whose arguments do not show what it is, or that we may not
-/// declare, is refused at its first delivery.
+/// Refuses an existing queue that is a stream. A stream of tasks would give every task to each worker, and no task from
+/// before the worker's start. A stream of dead letters could not be emptied. The queue is declared again, because the
+/// broker's answer says what it is: `arguments` are those of our own queue, which the broker accepts if the queue is one
+/// of ours. A task queue whose arguments do not show what it is, or that we may not declare, is refused at its first
+/// delivery.
 async fn refuse_stream(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
     for arguments in [arguments, quorum_arguments()] {
         // On a separate channel, because the broker closes the channel when the arguments differ.

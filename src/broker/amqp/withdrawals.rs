@@ -77,7 +77,7 @@ pub async fn read_withdrawals(
     let mut connected_since = None;
     loop {
         // A failure to connect is not logged here, because the workers log it.
-        if let Ok((connection, broker)) = connect(connector).await {
+        if let Ok(connection) = connect(connector).await {
             let since = *connected_since.get_or_insert_with(Instant::now);
             let is_late = since.elapsed() > START_TIMEOUT;
             match timeout(READ_TIMEOUT, read(&connection, exchange, max_age)).await {
@@ -86,12 +86,14 @@ pub async fn read_withdrawals(
                     return Ok(entries);
                 }
                 Ok(Err(error)) if !is_late && is_temporary(&error) => {}
-                Ok(Err(error)) => return Err(refused(broker, &error)),
+                Ok(Err(error)) => return Err(refused(&connection.broker, &error)),
                 Ok(Ok(None)) => {
+                    let broker = connection.broker.clone();
                     let reason = "the broker ended the consumer before the last entry".to_owned();
                     return Err(BrokerError::Refused { broker, reason });
                 }
                 Err(_) => {
+                    let broker = connection.broker.clone();
                     let reason = format!("no end of the stream within {READ_TIMEOUT:?}");
                     return Err(BrokerError::Refused { broker, reason });
                 }

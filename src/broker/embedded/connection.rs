@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::queue::{ConsumerId, Queue};
 use super::queue_store::{ConnectionOutlet, ConsumerKey, OUTLET_BOUND, QueueStore};
-use super::wire::{FLUSH_AT, Frame, FrameCodec, Request, Response, WireError, append};
+use super::wire::{FLUSH_AT, Frame, FrameCodec, LauncherHead, WireError, WorkerHead, append};
 use crate::protocol::Message;
 
 /// How long a peer may take to read its last answers when the connection ends.
@@ -51,8 +51,8 @@ pub(super) async fn serve(
     stop: CancellationToken,
 ) {
     let (read, write) = stream.into_split();
-    let (responses, outgoing) = mpsc::channel(OUTLET_BOUND);
-    let outlet = ConnectionOutlet { id, responses, disconnect: CancellationToken::new() };
+    let (frames, outgoing) = mpsc::channel(OUTLET_BOUND);
+    let outlet = ConnectionOutlet { id, frames, disconnect: CancellationToken::new() };
     let writer = tokio::spawn(write_all(write, outgoing, outlet.disconnect.clone()));
     let mut reader = Reader { queue_store, outlet, consumer: None };
     let ending = reader.read_all(read, stop).await;
@@ -81,7 +81,7 @@ impl Reader {
                 None | Some(Err(WireError::Io(_))) => Some(Ending::Disconnected),
                 Some(Err(error)) => Some(Ending::Aborted(error.to_string())),
                 Some(Ok(frame)) => match frame.head() {
-                    Ok(request) => self.handle(request, frame.body),
+                    Ok(head) => self.handle(head, frame.body),
                     Err(error) => Some(Ending::Aborted(error.to_string())),
                 },
             };
@@ -91,19 +91,19 @@ impl Reader {
         }
     }
 
-    fn handle(&mut self, request: Request, body: Bytes) -> Option<Ending> {
-        match request {
-            Request::Publish { id, queue, properties, delay } => {
+    fn handle(&mut self, head: WorkerHead, body: Bytes) -> Option<Ending> {
+        match head {
+            WorkerHead::Publish { id, queue, properties, delay } => {
                 let message = Message { properties: *properties, body };
                 self.queue_store.publish(&self.outlet, id, &queue, delay, message);
             }
-            Request::Consume { queue, prefetch } => return self.consume(&queue, prefetch),
-            Request::Prefetch { prefetch } => self.set_prefetch(prefetch),
-            Request::Cancel => self.cancel_consumer(),
-            Request::Ack { tag } => self.settle(|queue, id| queue.ack(id, tag)),
-            Request::Nack { tag } => self.settle(|queue, id| queue.requeue(id, tag)),
-            Request::Leave => self.leave(),
-            Request::Close => return Some(Ending::Requested),
+            WorkerHead::Consume { queue, prefetch } => return self.consume(&queue, prefetch),
+            WorkerHead::Prefetch { prefetch } => self.set_prefetch(prefetch),
+            WorkerHead::Cancel => self.cancel_consumer(),
+            WorkerHead::Ack { tag } => self.settle(|queue, id| queue.ack(id, tag)),
+            WorkerHead::Nack { tag } => self.settle(|queue, id| queue.requeue(id, tag)),
+            WorkerHead::Leave => self.leave(),
+            WorkerHead::Close => return Some(Ending::Requested),
         }
         None
     }
@@ -142,7 +142,7 @@ impl Reader {
     /// Removes the consumer, and answers that this is done.
     fn leave(&mut self) {
         self.remove_consumer();
-        self.outlet.send(Response::Left, Bytes::new());
+        self.outlet.send(LauncherHead::Left, Bytes::new());
     }
 
     fn remove_consumer(&mut self) {
@@ -159,18 +159,18 @@ impl Reader {
             Ending::Aborted(reason) => Some(reason),
         };
         tracing::debug!(connection = self.outlet.id, reason, "closing a worker's connection");
-        self.outlet.send(Response::Closed { reason }, Bytes::new());
+        self.outlet.send(LauncherHead::Closed { reason }, Bytes::new());
     }
 }
 
 async fn write_all(
     mut write: OwnedWriteHalf,
-    mut outgoing: mpsc::Receiver<(Response, Bytes)>,
+    mut outgoing: mpsc::Receiver<(LauncherHead, Bytes)>,
     disconnect: CancellationToken,
 ) {
     let mut gathered = BytesMut::new();
-    while let Some((response, body)) = outgoing.recv().await {
-        match Frame::new(&response, body) {
+    while let Some((head, body)) = outgoing.recv().await {
+        match Frame::new(&head, body) {
             Ok(frame) => append(&frame, &mut gathered),
             Err(error) => {
                 tracing::error!(%error, "cannot write an answer to a worker");

@@ -11,7 +11,7 @@ mod server;
 mod wire;
 
 pub use client::connect;
-pub use queue::Stats;
+pub use queue::QueueCounts;
 pub use queue_store::QueueSpec;
 pub use server::EmbeddedBroker;
 pub use wire::MAX_MESSAGE;

@@ -27,7 +27,7 @@ pub struct QueueDelivery {
 
 /// The number of messages of a queue, by their state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct QueueCounts {
     /// Messages waiting for a consumer.
     pub ready: usize,
     /// Messages delivered and not settled.
@@ -37,6 +37,8 @@ pub struct Stats {
 #[derive(Debug)]
 struct Entry {
     message: Message,
+    /// Its position in the queue, to which it returns if it is not acked.
+    position: u64,
     /// How many times the message was returned to the queue.
     returns: u64,
 }
@@ -46,8 +48,8 @@ struct Consumer {
     prefetch: NonZeroU16,
     cancelled: bool,
     next_tag: u64,
-    /// By tag: the message and its position in the queue, to which it returns.
-    unacked: BTreeMap<u64, (u64, Entry)>,
+    /// By tag.
+    unacked: BTreeMap<u64, Entry>,
 }
 
 impl Consumer {
@@ -60,7 +62,7 @@ impl Consumer {
 #[derive(Debug, Default)]
 pub struct Queue {
     next_position: u64,
-    /// Keyed by position. A message keeps its position when it is returned to the queue.
+    /// By position.
     ready: BTreeMap<u64, Entry>,
     next_consumer: u64,
     consumers: BTreeMap<ConsumerId, Consumer>,
@@ -71,7 +73,8 @@ pub struct Queue {
 impl Queue {
     /// Puts a message at the end.
     pub fn publish(&mut self, message: Message) {
-        self.ready.insert(self.next_position, Entry { message, returns: 0 });
+        let entry = Entry { message, position: self.next_position, returns: 0 };
+        self.ready.insert(entry.position, entry);
         self.next_position += 1;
     }
 
@@ -104,9 +107,7 @@ impl Queue {
     pub fn remove_consumer(&mut self, id: ConsumerId) {
         self.turns.retain(|turn| *turn != id);
         let Some(consumer) = self.consumers.remove(&id) else { return };
-        for (position, entry) in consumer.unacked.into_values() {
-            self.put_back(position, entry);
-        }
+        consumer.unacked.into_values().for_each(|entry| self.put_back(entry));
     }
 
     /// Removes a message for good. False: the tag is not known.
@@ -116,18 +117,18 @@ impl Queue {
 
     /// Returns a message to its position. False: the tag is not known.
     pub fn requeue(&mut self, id: ConsumerId, tag: u64) -> bool {
-        let Some((position, entry)) = self.take_unacked(id, tag) else { return false };
-        self.put_back(position, entry);
+        let Some(entry) = self.take_unacked(id, tag) else { return false };
+        self.put_back(entry);
         true
     }
 
-    fn take_unacked(&mut self, id: ConsumerId, tag: u64) -> Option<(u64, Entry)> {
+    fn take_unacked(&mut self, id: ConsumerId, tag: u64) -> Option<Entry> {
         self.consumers.get_mut(&id)?.unacked.remove(&tag)
     }
 
-    fn put_back(&mut self, position: u64, mut entry: Entry) {
+    fn put_back(&mut self, mut entry: Entry) {
         entry.returns += 1;
-        self.ready.insert(position, entry);
+        self.ready.insert(entry.position, entry);
     }
 
     /// Delivers the next message to the next consumer with room. Call it until it returns none.
@@ -139,7 +140,7 @@ impl Queue {
         let id = self.turns.remove(turn)?;
         self.turns.push_back(id);
         let consumer = self.consumers.get_mut(&id)?;
-        let (position, entry) = self.ready.pop_first()?;
+        let (_, entry) = self.ready.pop_first()?;
         let tag = consumer.next_tag;
         consumer.next_tag += 1;
         let queue_delivery = QueueDelivery {
@@ -149,14 +150,14 @@ impl Queue {
             delivery_count: entry.returns,
             message: entry.message.clone(),
         };
-        consumer.unacked.insert(tag, (position, entry));
+        consumer.unacked.insert(tag, entry);
         Some(queue_delivery)
     }
 
     /// The number of messages, by their state.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> QueueCounts {
         let unacked = self.consumers.values().map(|consumer| consumer.unacked.len()).sum();
-        Stats { ready: self.ready.len(), unacked }
+        QueueCounts { ready: self.ready.len(), unacked }
     }
 }
 

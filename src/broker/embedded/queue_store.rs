@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use super::queue::{ConsumerId, Queue, QueueDelivery, Stats};
-use super::wire::Response;
+use super::queue::{ConsumerId, Queue, QueueCounts, QueueDelivery};
+use super::wire::LauncherHead;
 use crate::protocol::Message;
 
 /// A queue to create.
@@ -31,21 +31,21 @@ pub(super) struct ConnectionOutlet {
     pub id: u64,
     /// Responses and the bodies of deliveries. The queue store and the connection's reader write; its writer reads.
     /// Bound: [`OUTLET_BOUND`]. A peer within its prefetch and pipelining limits never fills it.
-    pub responses: mpsc::Sender<(Response, Bytes)>,
-    /// Cancelled when a response cannot be sent: the peer has exceeded the bound, or the writer has failed. The
+    pub frames: mpsc::Sender<(LauncherHead, Bytes)>,
+    /// Cancelled when a frame cannot be sent: the peer has exceeded the bound, or the writer has failed. The
     /// connection's reader then disconnects the peer.
     pub disconnect: CancellationToken,
 }
 
-/// Bound of a connection's responses: the largest prefetch, and 8,192 others for the confirms of the publishes under
+/// Bound of a connection's frames: the largest prefetch, and 8,192 others for the confirms of the publishes under
 /// way and the few answers to consume, cancel, leave and close.
 pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + 8_192;
 
 impl ConnectionOutlet {
     /// Sends without waiting. If the channel is full, the peer has exceeded its bounds: it is disconnected, and
     /// its deliveries return to the queue when its connection ends.
-    pub fn send(&self, response: Response, body: Bytes) {
-        if self.responses.try_send((response, body)).is_err() {
+    pub fn send(&self, head: LauncherHead, body: Bytes) {
+        if self.frames.try_send((head, body)).is_err() {
             self.disconnect.cancel();
         }
     }
@@ -101,9 +101,9 @@ impl QueueStore {
         message: Message,
     ) {
         let Some(&index) = self.index_by_name.get(queue) else {
-            return outlet.send(Response::Unroutable { id }, Bytes::new());
+            return outlet.send(LauncherHead::Unroutable { id }, Bytes::new());
         };
-        outlet.send(Response::Confirmed { id }, Bytes::new());
+        outlet.send(LauncherHead::Confirmed { id }, Bytes::new());
         let Some(delay) = delay else { return enqueue(&mut self.queues.lock()[index], message) };
         let store = self.clone();
         tokio::spawn(async move {
@@ -123,7 +123,7 @@ impl QueueStore {
         let mut queues = self.queues.lock();
         let stored = &mut queues[index];
         let id = stored.queue.add_consumer(prefetch);
-        outlet.send(Response::Consuming, Bytes::new());
+        outlet.send(LauncherHead::Consuming, Bytes::new());
         stored.outlets.insert(id, outlet);
         deliver_ready(stored);
         Some(ConsumerKey { queue: index, id })
@@ -146,7 +146,7 @@ impl QueueStore {
         let stored = &mut self.queues.lock()[consumer.queue];
         stored.queue.cancel(consumer.id);
         if let Some(outlet) = stored.outlets.get(&consumer.id) {
-            outlet.send(Response::Cancelled, Bytes::new());
+            outlet.send(LauncherHead::Cancelled, Bytes::new());
         }
     }
 
@@ -159,7 +159,7 @@ impl QueueStore {
     }
 
     /// The number of messages of a queue, by their state; none: the queue does not exist.
-    pub fn stats(&self, queue: &str) -> Option<Stats> {
+    pub fn stats(&self, queue: &str) -> Option<QueueCounts> {
         self.index_by_name.get(queue).map(|index| self.queues.lock()[*index].queue.stats())
     }
 
@@ -189,8 +189,8 @@ fn deliver_ready(stored: &mut StoredQueue) {
         if let Some(outlet) = stored.outlets.get(&delivery.consumer) {
             let QueueDelivery { tag, redelivered, delivery_count, message, .. } = delivery;
             let properties = Box::new(message.properties);
-            let response = Response::Deliver { tag, redelivered, delivery_count, properties };
-            outlet.send(response, message.body);
+            let head = LauncherHead::Deliver { tag, redelivered, delivery_count, properties };
+            outlet.send(head, message.body);
         }
     }
 }

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::connection::serve;
-use super::queue::Stats;
+use super::queue::QueueCounts;
 use super::queue_store::{QueueSpec, QueueStore};
 
 /// Pause after a failed accept, for example when no file descriptors are left.
@@ -72,7 +72,7 @@ impl EmbeddedBroker {
     }
 
     /// The number of messages of a queue, by their state. None: no such queue.
-    pub fn stats(&self, queue: &str) -> Option<Stats> {
+    pub fn stats(&self, queue: &str) -> Option<QueueCounts> {
         self.queue_store.stats(queue)
     }
 

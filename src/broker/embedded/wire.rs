@@ -22,10 +22,10 @@ pub const MAX_MESSAGE: usize = MAX_FRAME - (64 << 10);
 /// Bytes of the two lengths.
 const PREFACE: usize = 8;
 
-/// A frame from a worker.
+/// The head of a frame from a worker.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
-pub(super) enum Request {
+pub(super) enum WorkerHead {
     /// Publish the body to a queue; answered with the same `id`. With a delay, the answer comes at once and the
     /// message reaches the queue later. Like all messages, a delayed one is lost when the launcher ends.
     Publish { id: u64, queue: String, properties: Box<Properties>, delay: Option<Duration> },
@@ -45,10 +45,10 @@ pub(super) enum Request {
     Close,
 }
 
-/// A frame from the launcher.
+/// The head of a frame from the launcher.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
-pub(super) enum Response {
+pub(super) enum LauncherHead {
     /// The message with this `id` is in its queue.
     Confirmed { id: u64 },
     /// The queue does not exist.
@@ -168,8 +168,8 @@ mod tests {
         for chunk in chunks {
             input.extend_from_slice(chunk);
             while let Some(frame) = FrameCodec.decode(&mut input).map_err(|error| error.to_string())? {
-                let request: Request = frame.head().map_err(|error| error.to_string())?;
-                let frame = Frame::new(&request, frame.body).map_err(|error| error.to_string())?;
+                let head: WorkerHead = frame.head().map_err(|error| error.to_string())?;
+                let frame = Frame::new(&head, frame.body).map_err(|error| error.to_string())?;
                 append(&frame, &mut output);
             }
         }
@@ -185,19 +185,19 @@ mod tests {
 
     #[test]
     fn a_frame_is_read_back_however_the_stream_is_cut() {
-        let request = Request::Publish {
+        let head = WorkerHead::Publish {
             id: 7,
             queue: "replies".to_owned(),
             properties: Box::new(Properties { kind: Some("reply".to_owned()), ..Properties::default() }),
             delay: Some(Duration::from_millis(1500)),
         };
-        let bytes = written(&request, b"a\0\nbody");
+        let bytes = written(&head, b"a\0\nbody");
         for cut in 0..bytes.len() {
             let mut input = BytesMut::from(&bytes[..cut]);
             assert!(FrameCodec.decode(&mut input).unwrap().is_none(), "cut at {cut}");
             input.extend_from_slice(&bytes[cut..]);
             let frame = FrameCodec.decode(&mut input).unwrap().unwrap();
-            assert_eq!(frame.head::<Request>().unwrap(), request);
+            assert_eq!(frame.head::<WorkerHead>().unwrap(), head);
             assert_eq!(frame.body.as_ref(), b"a\0\nbody");
             assert!(input.is_empty());
         }
@@ -205,12 +205,12 @@ mod tests {
 
     #[test]
     fn two_frames_in_one_read_are_two_frames() {
-        let mut bytes = written(&Request::Ack { tag: 1 }, b"");
-        bytes.unsplit(written(&Request::Nack { tag: 2 }, b""));
+        let mut bytes = written(&WorkerHead::Ack { tag: 1 }, b"");
+        bytes.unsplit(written(&WorkerHead::Nack { tag: 2 }, b""));
         let first = FrameCodec.decode(&mut bytes).unwrap().unwrap();
         let second = FrameCodec.decode(&mut bytes).unwrap().unwrap();
-        assert_eq!(first.head::<Request>().unwrap(), Request::Ack { tag: 1 });
-        assert_eq!(second.head::<Request>().unwrap(), Request::Nack { tag: 2 });
+        assert_eq!(first.head::<WorkerHead>().unwrap(), WorkerHead::Ack { tag: 1 });
+        assert_eq!(second.head::<WorkerHead>().unwrap(), WorkerHead::Nack { tag: 2 });
     }
 
     #[test]
@@ -224,14 +224,14 @@ mod tests {
     #[test]
     fn a_body_over_the_limit_is_refused() {
         let body = Bytes::from(vec![0; MAX_FRAME]);
-        assert!(matches!(Frame::new(&Request::Close, body), Err(WireError::TooLong { .. })));
+        assert!(matches!(Frame::new(&WorkerHead::Close, body), Err(WireError::TooLong { .. })));
     }
 
     #[test]
-    fn a_response_is_not_accepted_as_a_request() {
-        let mut bytes = written(&Response::Cancelled, b"");
+    fn a_frame_from_the_launcher_is_not_accepted_as_one_from_a_worker() {
+        let mut bytes = written(&LauncherHead::Cancelled, b"");
         let frame = FrameCodec.decode(&mut bytes).unwrap().unwrap();
-        assert!(frame.head::<Request>().is_err());
+        assert!(frame.head::<WorkerHead>().is_err());
     }
 
     proptest! {
@@ -241,7 +241,7 @@ mod tests {
             whole in any::<bool>(),
             cut in any::<prop::sample::Index>(),
         ) {
-            let mut stream = written(&Request::Ack { tag: 1 }, b"body").to_vec();
+            let mut stream = written(&WorkerHead::Ack { tag: 1 }, b"body").to_vec();
             if !whole {
                 stream.extend(garbage);
             }

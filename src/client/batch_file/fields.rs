@@ -6,8 +6,8 @@ use serde_json::{Map, Value as Json};
 
 use crate::protocol::Message;
 
-/// The names of the fields that all requests of a command have in common, until a pool has taken them. If it refuses
-/// one of them before, it would refuse all requests.
+/// The names of the fields that all requests of a command have in common; none once a pool has taken them. If a pool
+/// refuses one of these fields, it would refuse all requests.
 #[derive(Clone, Debug, Default)]
 pub struct CommonFields(Vec<String>);
 
@@ -17,7 +17,7 @@ impl CommonFields {
         Self(names.map(str::to_owned).collect())
     }
 
-    /// Why no request of the command would be answered, if this reply says so.
+    /// Why the pool would refuse every request of the command; none if this reply does not say so.
     pub fn refusal_in(&mut self, status: i64, reply: &Message) -> Option<String> {
         #[derive(Deserialize)]
         struct Body {

@@ -150,7 +150,7 @@ pub fn check_names(inputs: &[InputFile]) -> Result<(), FileError> {
     refuse(&clashes, "; rename them, or give each its own --output-dir")
 }
 
-/// Refuses what these problems say, if there are any.
+/// An error that lists these problems, if there are any, and ends with the hint.
 fn refuse(problems: &[String], hint: &str) -> Result<(), FileError> {
     if problems.is_empty() {
         return Ok(());
@@ -278,7 +278,7 @@ impl Folder {
         }
         let mut entry = serde_json::to_vec(&Written { file: name.to_owned(), input: stamp.clone() })?;
         entry.push(b'\n');
-        // Before the file: a file that is not listed would never be known as ours.
+        // The list is written before the file: later runs take a file that is not listed for somebody else's.
         self.list.write_all(&entry)?;
         match write_new(&path, &content) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => failed("file_exists", appeared()),
@@ -300,8 +300,8 @@ impl Folder {
         }
     }
 
-    /// What is to be said of the files: why some were not written, and what replies say of their results. What is said of
-    /// several files is one line with their number.
+    /// Remarks on the files: why some were not written, and which errors replies report. The same remark on several files
+    /// is one line with their number.
     pub(super) fn remarks(&self) -> Vec<String> {
         let more = (self.more_remarks > 0).then(|| format!("and {} more messages", self.more_remarks));
         let line = |Remark { message, first, count }: &Remark| match count {
@@ -348,11 +348,11 @@ mod tests {
 
     use super::*;
 
-    struct Place {
+    struct TestFolder {
         folder: tempfile::TempDir,
     }
 
-    impl Place {
+    impl TestFolder {
         fn new(inputs: &[&str]) -> Self {
             let folder = tempfile::tempdir().unwrap();
             inputs.iter().for_each(|name| fs::write(folder.path().join(name), name).unwrap());
@@ -393,42 +393,42 @@ mod tests {
 
     #[test]
     fn results_are_written_once_and_a_later_run_knows_its_own() {
-        let place = Place::new(&["a.mp3", "b.mp3"]);
-        let mut open = place.open(&["a.mp3", "b.mp3"]).unwrap();
+        let files = TestFolder::new(&["a.mp3", "b.mp3"]);
+        let mut open = files.open(&["a.mp3", "b.mp3"]).unwrap();
         assert_eq!((open.done, open.left.len()), (0, 2));
-        assert!(place.refused(&["a.mp3"]).contains("another run writes it"));
+        assert!(files.refused(&["a.mp3"]).contains("another run writes it"));
         assert_eq!(open.folder.write(&line("a.srt", &json!("one"))).unwrap(), None);
         let wrong = open.folder.write(&line("b.srt", &json!({"text": "two"}))).unwrap().unwrap();
         assert_eq!(wrong.code, "wrong_format");
         drop(open);
         // As after a crash: the last entry is torn.
-        let list = place.subs().join(LIST);
+        let list = files.subs().join(LIST);
         let mut content = fs::read(&list).unwrap();
         content.extend(b"{\"file\":\"b.s");
         fs::write(&list, &content).unwrap();
-        fs::write(place.subs().join("a.srt"), "corrected by hand").unwrap();
-        let mut open = place.open(&["a.mp3", "b.mp3"]).unwrap();
+        fs::write(files.subs().join("a.srt"), "corrected by hand").unwrap();
+        let mut open = files.open(&["a.mp3", "b.mp3"]).unwrap();
         assert_eq!((open.done, open.results, open.left[0].result.as_str()), (1, 1, "b.srt"));
         assert_eq!(open.folder.write(&line("b.srt", &json!("two"))).unwrap(), None);
         drop(open);
-        assert_eq!(fs::read_to_string(place.subs().join("a.srt")).unwrap(), "corrected by hand");
-        assert_eq!(fs::read_to_string(place.subs().join("b.srt")).unwrap(), "two");
-        fs::remove_file(place.subs().join("b.srt")).unwrap();
-        assert_eq!(place.open(&["a.mp3", "b.mp3"]).unwrap().left.len(), 1, "made again");
+        assert_eq!(fs::read_to_string(files.subs().join("a.srt")).unwrap(), "corrected by hand");
+        assert_eq!(fs::read_to_string(files.subs().join("b.srt")).unwrap(), "two");
+        fs::remove_file(files.subs().join("b.srt")).unwrap();
+        assert_eq!(files.open(&["a.mp3", "b.mp3"]).unwrap().left.len(), 1, "made again");
     }
 
     #[test]
     fn however_many_inputs_have_changed_one_sentence_says_so() {
-        let place = Place::new(&["a.mp3", "b.mp3", "c.mp3"]);
+        let files = TestFolder::new(&["a.mp3", "b.mp3", "c.mp3"]);
         let inputs = ["a.mp3", "b.mp3", "c.mp3"];
-        let mut open = place.open(&inputs).unwrap();
+        let mut open = files.open(&inputs).unwrap();
         for name in ["a.srt", "b.srt", "c.srt"] {
             assert_eq!(open.folder.write(&line(name, &json!("text"))).unwrap(), None);
         }
         drop(open);
-        let touch = |name: &str| fs::write(place.folder.path().join(name), "again").unwrap();
+        let touch = |name: &str| fs::write(files.folder.path().join(name), "again").unwrap();
         inputs.iter().for_each(|name| touch(name));
-        let refused = place.refused(&inputs);
+        let refused = files.refused(&inputs);
         assert!(refused.contains("a.srt is the result of") && !refused.contains("b.srt"), "{refused}");
         assert!(
             refused.contains("by its time of change, and so are 2 other files; give another --output-dir"),
@@ -438,29 +438,29 @@ mod tests {
 
     #[test]
     fn the_result_of_another_path_is_a_collision_that_names_both_inputs() {
-        let place = Place::new(&[]);
+        let files = TestFolder::new(&[]);
         for day in ["monday", "tuesday"] {
-            fs::create_dir(place.folder.path().join(day)).unwrap();
-            let file = File::create(place.folder.path().join(day).join("a.mp3")).unwrap();
+            fs::create_dir(files.folder.path().join(day)).unwrap();
+            let file = File::create(files.folder.path().join(day).join("a.mp3")).unwrap();
             file.set_modified(std::time::UNIX_EPOCH).unwrap();
         }
         let open = |path: &str| {
-            let input = InputFile { result: "a.srt".into(), ..place.input(path) };
-            Folder::open(&place.subs(), &[input])
+            let input = InputFile { result: "a.srt".into(), ..files.input(path) };
+            Folder::open(&files.subs(), &[input])
         };
         let mut open_monday = open("monday/a.mp3").unwrap();
         open_monday.folder.write(&line("a.srt", &json!("one"))).unwrap();
         drop(open_monday);
         assert_eq!(open("tuesday/../monday/a.mp3").unwrap().done, 1, "the same file under another name");
         let refused = open("tuesday/a.mp3").err().unwrap().to_string();
-        let monday = fs::canonicalize(place.folder.path().join("monday/a.mp3")).unwrap();
+        let monday = fs::canonicalize(files.folder.path().join("monday/a.mp3")).unwrap();
         assert!(refused.contains(&format!("a.srt is the result of {}", monday.display())), "{refused}");
         assert!(refused.contains("tuesday/a.mp3; give another --output-dir"), "{refused}");
         // An older list has no paths, so that the inputs are compared as before.
-        let list = fs::read_to_string(place.subs().join(LIST)).unwrap();
+        let list = fs::read_to_string(files.subs().join(LIST)).unwrap();
         let mut entry: Map<String, Json> = serde_json::from_str(&list).unwrap();
         entry.remove("path").unwrap();
-        fs::write(place.subs().join(LIST), format!("{}\n", Json::Object(entry))).unwrap();
+        fs::write(files.subs().join(LIST), format!("{}\n", Json::Object(entry))).unwrap();
         assert_eq!(open("tuesday/a.mp3").unwrap().done, 1);
     }
 
@@ -468,8 +468,8 @@ mod tests {
     fn equal_errors_are_one_line_and_name_the_input() {
         let names: Vec<String> = (0..30).map(|number| format!("{number}.mp3")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        let place = Place::new(&names);
-        let mut open = place.open(&names).unwrap();
+        let files = TestFolder::new(&names);
+        let mut open = files.open(&names).unwrap();
         let error = |message: &str| json!({"error": {"message": message}});
         for number in 0..30 {
             let response = json!({"status_code": 400, "request_id": "1", "body": error("no field x\u{1b}")});
@@ -478,7 +478,7 @@ mod tests {
             open.folder.write(line.to_string().as_bytes()).unwrap();
         }
         open.folder.write(&line("7.srt", &json!({"text": "two"}))).unwrap().unwrap();
-        let (first, seventh) = (place.folder.path().join("0.mp3"), place.folder.path().join("7.mp3"));
+        let (first, seventh) = (files.folder.path().join("0.mp3"), files.folder.path().join("7.mp3"));
         let remarks = open.folder.remarks();
         assert_eq!(remarks[0], format!("      30 × 400: no field x , first of {}", first.display()));
         assert!(remarks[1].starts_with(&format!("{}: wrong_format: ", seventh.display())), "{remarks:?}");
@@ -487,35 +487,35 @@ mod tests {
 
     #[test]
     fn a_folder_to_which_nothing_was_written_is_removed_unless_it_was_there() {
-        let place = Place::new(&["a.mp3"]);
-        drop(place.open(&["a.mp3"]).unwrap());
-        assert!(!place.subs().exists());
-        fs::create_dir(place.subs()).unwrap();
-        drop(place.open(&["a.mp3"]).unwrap());
-        assert_eq!(fs::read_dir(place.subs()).unwrap().count(), 0);
+        let files = TestFolder::new(&["a.mp3"]);
+        drop(files.open(&["a.mp3"]).unwrap());
+        assert!(!files.subs().exists());
+        fs::create_dir(files.subs()).unwrap();
+        drop(files.open(&["a.mp3"]).unwrap());
+        assert_eq!(fs::read_dir(files.subs()).unwrap().count(), 0);
     }
 
     #[test]
     fn foreign_files_and_results_of_other_inputs_are_refused_before_any_work() {
-        let place = Place::new(&["a.mp3", "b.mp3", "a.wav"]);
-        let clash = place.refused(&["a.mp3", "b.mp3", "a.wav"]);
+        let files = TestFolder::new(&["a.mp3", "b.mp3", "a.wav"]);
+        let clash = files.refused(&["a.mp3", "b.mp3", "a.wav"]);
         assert!(clash.contains("a.srt would be the result of") && clash.contains("a.wav"), "{clash}");
-        assert!(!place.subs().exists());
-        assert!(place.refused(&["a.mp3", "missing.mp3"]).contains("missing.mp3"));
-        assert!(!place.subs().exists());
-        fs::create_dir(place.subs()).unwrap();
-        fs::write(place.subs().join("b.srt"), "mine").unwrap();
-        assert!(place.refused(&["a.mp3", "b.mp3"]).contains("b.srt exists, and was not written here"));
-        let mut open = place.open(&["a.mp3"]).unwrap();
+        assert!(!files.subs().exists());
+        assert!(files.refused(&["a.mp3", "missing.mp3"]).contains("missing.mp3"));
+        assert!(!files.subs().exists());
+        fs::create_dir(files.subs()).unwrap();
+        fs::write(files.subs().join("b.srt"), "mine").unwrap();
+        assert!(files.refused(&["a.mp3", "b.mp3"]).contains("b.srt exists, and was not written here"));
+        let mut open = files.open(&["a.mp3"]).unwrap();
         open.folder.write(&line("a.srt", &json!("one"))).unwrap();
         drop(open);
-        fs::write(place.folder.path().join("a.mp3"), "a longer recording").unwrap();
-        assert!(place.refused(&["a.mp3"]).contains("as it was before"));
-        fs::remove_file(place.subs().join("a.srt")).unwrap();
-        let mut open = place.open(&["a.mp3"]).unwrap();
-        fs::write(place.subs().join("a.srt"), "mine").unwrap();
+        fs::write(files.folder.path().join("a.mp3"), "a longer recording").unwrap();
+        assert!(files.refused(&["a.mp3"]).contains("as it was before"));
+        fs::remove_file(files.subs().join("a.srt")).unwrap();
+        let mut open = files.open(&["a.mp3"]).unwrap();
+        fs::write(files.subs().join("a.srt"), "mine").unwrap();
         let error = open.folder.write(&line("a.srt", &json!("two"))).unwrap().unwrap();
         assert_eq!(error.code, "file_exists");
-        assert_eq!(fs::read_to_string(place.subs().join("a.srt")).unwrap(), "mine");
+        assert_eq!(fs::read_to_string(files.subs().join("a.srt")).unwrap(), "mine");
     }
 }

@@ -13,7 +13,7 @@ use super::resume::Claimed;
 use crate::protocol::batch_line::OutputError;
 use crate::protocol::results::{ResultLine, vector_of};
 
-/// The largest number of numbers of a vector.
+/// The maximum length of a vector.
 const MAX_DIMENSIONS: usize = 1 << 16;
 
 /// Length of the header in bytes, which NumPy's format wants to be a multiple of 64. It has room for any shape.
@@ -87,8 +87,8 @@ fn header(rows: u64, dimensions: usize) -> Vec<u8> {
 }
 
 impl Matrix {
-    /// Opens a matrix after its first `rows` rows, whose lines are in `ids`, which is positioned after them. `errors` are
-    /// those of these lines.
+    /// Opens a matrix, to write after its first `rows` rows. `ids` has the lines of these rows, and is positioned after
+    /// them. `errors` are the errors in these lines.
     ///
     /// # Errors
     /// The file system's, or the vectors of these rows are missing.
@@ -129,7 +129,7 @@ impl Matrix {
     pub(super) fn write(&mut self, line: &[u8]) -> io::Result<Option<OutputError>> {
         let parsed = ResultLine::parse(line)?;
         let vector = match parsed.result().map(vector_of) {
-            // It will not be otherwise for the other rows, which need not be computed for that.
+            // The other rows would have no vector either, so they need not be computed.
             Some(Ok(None)) if self.dimensions.is_none() => {
                 let id = parsed.custom_id.as_deref().unwrap_or_default();
                 let problem = format!(
@@ -170,7 +170,7 @@ impl Matrix {
     fn checked(&self, vector: Vec<f32>) -> Result<Vec<f32>, String> {
         match self.dimensions {
             _ if vector.is_empty() => Err("the vector is empty".to_owned()),
-            // Each failed row takes as much on the disk, so that one reply must not decide on gigabytes.
+            // A row without a vector takes as many bytes on the disk, so the first reply must not set a huge length.
             _ if vector.len() > MAX_DIMENSIONS => {
                 Err(format!("the vector has {} numbers; at most {MAX_DIMENSIONS} are written", vector.len()))
             }
@@ -245,15 +245,15 @@ mod tests {
         line(id, &json!({"data": [{"embedding": numbers}]}), 200)
     }
 
-    struct Place {
+    struct TestFolder {
         folder: tempfile::TempDir,
     }
 
-    impl Place {
+    impl TestFolder {
         fn new() -> Self {
-            let place = Self { folder: tempfile::tempdir().unwrap() };
-            fs::write(record_path(&place.path()), "{}").unwrap();
-            place
+            let files = Self { folder: tempfile::tempdir().unwrap() };
+            fs::write(record_path(&files.path()), "{}").unwrap();
+            files
         }
 
         fn path(&self) -> PathBuf {
@@ -280,16 +280,16 @@ mod tests {
 
     #[test]
     fn a_row_without_a_vector_is_nan_and_its_line_says_why() {
-        let place = Place::new();
-        let mut matrix = place.open(0, 0).unwrap();
-        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), None);
+        let files = TestFolder::new();
+        let mut matrix = files.open(0, 0).unwrap();
+        assert_eq!(rows_on_disk(&files.path(), &record_path(&files.path())).unwrap(), None);
         let refused = json!({"error": {"message": "too long"}});
         assert_eq!(matrix.write(&line("a", &refused, 400)).unwrap(), None);
         assert_eq!(matrix.write(&vector("b", &[1.0, 2.0])).unwrap(), None);
         let failed = matrix.write(&vector("c", &[1.0, 2.0, 3.0])).unwrap().unwrap();
         assert_eq!((failed.code.as_str(), failed.message.contains("has 3 numbers")), ("no_vector", true));
         matrix.sync().unwrap();
-        let (header, numbers) = place.read();
+        let (header, numbers) = files.read();
         assert!(
             header.starts_with("{'descr': '<f4', 'fortran_order': False, 'shape': (3, 2), }"),
             "{header}"
@@ -297,60 +297,60 @@ mod tests {
         assert!(header.ends_with(" \n") && numbers.len() == 6, "{header:?}");
         assert!(numbers[..2].iter().chain(&numbers[4..]).all(|it| it.is_nan()));
         assert_eq!(numbers[2..4], [1.0, 2.0]);
-        let ids = fs::read_to_string(ids_path(&place.path())).unwrap();
+        let ids = fs::read_to_string(ids_path(&files.path())).unwrap();
         let ids: Vec<serde_json::Value> = ids.lines().map(|it| serde_json::from_str(it).unwrap()).collect();
         assert_eq!(ids[0]["response"]["body"], refused);
         assert_eq!((&ids[1]["custom_id"], &ids[1]["response"]["body"]), (&"b".into(), &json!(null)));
         assert_eq!(ids[2]["error"]["code"], "no_vector");
-        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), Some(3));
+        assert_eq!(rows_on_disk(&files.path(), &record_path(&files.path())).unwrap(), Some(3));
     }
 
     #[test]
     fn a_matrix_continues_after_its_whole_rows() {
-        let place = Place::new();
-        let mut matrix = place.open(0, 0).unwrap();
+        let files = TestFolder::new();
+        let mut matrix = files.open(0, 0).unwrap();
         ["a", "b", "c"].iter().for_each(|id| _ = matrix.write(&vector(id, &[1.0, 2.0])).unwrap());
         drop(matrix);
         // As after a crash: a vector without its line, and half a vector.
-        OpenOptions::new().append(true).open(place.path()).unwrap().write_all(&[7; 4]).unwrap();
-        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), Some(3));
-        let mut matrix = place.open(2, 0).unwrap();
+        OpenOptions::new().append(true).open(files.path()).unwrap().write_all(&[7; 4]).unwrap();
+        assert_eq!(rows_on_disk(&files.path(), &record_path(&files.path())).unwrap(), Some(3));
+        let mut matrix = files.open(2, 0).unwrap();
         matrix.write(&vector("c", &[3.0, 4.0])).unwrap();
         matrix.sync().unwrap();
-        assert_eq!(place.read().1, [1.0, 2.0, 1.0, 2.0, 3.0, 4.0]);
+        assert_eq!(files.read().1, [1.0, 2.0, 1.0, 2.0, 3.0, 4.0]);
     }
 
     #[test]
     fn rows_without_any_vector_are_kept_until_one_comes() {
-        let place = Place::new();
+        let files = TestFolder::new();
         let refused = line("a", &json!({}), 400);
-        let mut matrix = place.open(0, 0).unwrap();
+        let mut matrix = files.open(0, 0).unwrap();
         matrix.write(&refused).unwrap();
         matrix.sync().unwrap();
-        assert!(place.read().0.contains("'shape': (1, 0)"), "{}", place.read().0);
+        assert!(files.read().0.contains("'shape': (1, 0)"), "{}", files.read().0);
         drop(matrix);
-        assert_eq!(rows_on_disk(&place.path(), &record_path(&place.path())).unwrap(), None);
-        let mut matrix = place.open(1, 1).unwrap();
+        assert_eq!(rows_on_disk(&files.path(), &record_path(&files.path())).unwrap(), None);
+        let mut matrix = files.open(1, 1).unwrap();
         matrix.write(&vector("b", &[5.0])).unwrap();
         matrix.sync().unwrap();
-        let (header, numbers) = place.read();
+        let (header, numbers) = files.read();
         assert!(header.contains("'shape': (2, 1)") && numbers[0].is_nan() && numbers[1] == 5.0, "{header}");
     }
 
     #[test]
     fn a_foreign_file_and_missing_vectors_are_refused() {
-        let place = Place::new();
-        assert!(place.open(2, 1).unwrap_err().to_string().contains("lacks the vectors"));
-        fs::write(place.path(), [0; 200]).unwrap();
+        let files = TestFolder::new();
+        assert!(files.open(2, 1).unwrap_err().to_string().contains("lacks the vectors"));
+        fs::write(files.path(), [0; 200]).unwrap();
         assert!(
-            rows_on_disk(&place.path(), &record_path(&place.path()))
+            rows_on_disk(&files.path(), &record_path(&files.path()))
                 .unwrap_err()
                 .to_string()
                 .contains("no matrix that was written")
         );
-        fs::remove_file(record_path(&place.path())).unwrap();
+        fs::remove_file(record_path(&files.path())).unwrap();
         assert!(
-            rows_on_disk(&place.path(), &record_path(&place.path()))
+            rows_on_disk(&files.path(), &record_path(&files.path()))
                 .unwrap_err()
                 .to_string()
                 .contains("was not written here")

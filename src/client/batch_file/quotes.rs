@@ -1,9 +1,9 @@
-//! Finds a quote in a CSV file that takes in rows after its own: one that is never closed, or that another quote closes in
-//! the middle of a later row. The CSV reader takes either for a long cell, so that rows would be missing. Holds no text.
+//! Finds a quote in a CSV file that swallows the rows after it: a quote that is never closed, or that is closed in the
+//! middle of a later row. The CSV reader would read either as one long cell, and rows would be missing. Holds no text.
 
-/// The place in a CSV file that is read.
+/// What the CSV file has at the byte that is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum CellState {
     /// At the beginning of a cell.
     Start,
     /// In a cell without quotes.
@@ -17,7 +17,7 @@ enum Place {
 /// Reads the bytes of a CSV file, which may come in pieces.
 #[derive(Debug)]
 pub(super) struct Quotes {
-    place: Place,
+    state: CellState,
     /// The line that is read, from 1.
     line: usize,
     /// The line in which the last quote opened a cell.
@@ -30,10 +30,10 @@ pub(super) struct Quotes {
 impl Quotes {
     pub(super) fn new() -> Self {
         let mark = "\u{feff}".as_bytes();
-        Self { place: Place::Start, line: 1, opened: 1, mark, is_after_return: false }
+        Self { state: CellState::Start, line: 1, opened: 1, mark, is_after_return: false }
     }
 
-    /// Reads on.
+    /// Reads the next bytes of the file.
     ///
     /// # Errors
     /// A message that names the line of a quote which takes in several lines and is closed in the middle of a cell.
@@ -45,22 +45,22 @@ impl Quotes {
             }
             self.mark = &[];
             let is_break = matches!(byte, b'\n' | b'\r');
-            self.place = match (self.place, byte) {
-                (Place::Start, b'"') => {
+            self.state = match (self.state, byte) {
+                (CellState::Start, b'"') => {
                     self.opened = self.line;
-                    Place::Quoted
+                    CellState::Quoted
                 }
-                (Place::Quoted, b'"') => Place::Closing,
-                (Place::Quoted, _) | (Place::Closing, b'"') => Place::Quoted,
-                (_, b',' | b'\n' | b'\r') => Place::Start,
-                (Place::Closing, _) if self.line > self.opened => {
+                (CellState::Quoted, b'"') => CellState::Closing,
+                (CellState::Quoted, _) | (CellState::Closing, b'"') => CellState::Quoted,
+                (_, b',' | b'\n' | b'\r') => CellState::Start,
+                (CellState::Closing, _) if self.line > self.opened => {
                     return Err(format!(
                         "the quote that opens a cell in line {} is closed in the middle of line {}, so that the lines between \
                          would be one cell: is one of these quotes missing, or not doubled?",
                         self.opened, self.line
                     ));
                 }
-                _ => Place::Bare,
+                _ => CellState::Bare,
             };
             // A return and a newline are one break.
             self.line += usize::from(is_break && !(self.is_after_return && *byte == b'\n'));
@@ -74,7 +74,7 @@ impl Quotes {
     /// # Errors
     /// A message that names the line of a quote which is not closed.
     pub(super) fn end(&self) -> Result<(), String> {
-        if self.place == Place::Quoted {
+        if self.state == CellState::Quoted {
             let line = self.opened;
             return Err(format!(
                 "the quote that opens a cell in line {line} is not closed, so that all lines after it would be one cell"

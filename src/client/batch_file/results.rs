@@ -1,5 +1,5 @@
 //! What a batch writes: lines, a matrix, or a file for each result. The ending of the output's name decides which. Opens
-//! the output, and finds the rows that are left. Everything else hands over output lines, whatever becomes of them.
+//! the output, and finds the rows that are left. Callers pass in output lines, whatever the form of the output.
 
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
@@ -66,7 +66,7 @@ pub enum Results {
 pub struct OpenBatch {
     /// The output, locked.
     pub results: Results,
-    /// How far it is.
+    /// Where the run continues.
     pub point: ResumePoint,
     /// The rows that are left.
     pub rows: Box<dyn Rows>,
@@ -145,7 +145,7 @@ enum Source<'a> {
 }
 
 impl Source<'_> {
-    /// Where a run continues whose lines are in `lines`, of which at most the first `most` count.
+    /// Finds where a run continues: after the lines in `lines`, or after the first `most` of them.
     fn find(self, lines: &Path, most: usize) -> Result<ResumePoint, FileError> {
         match self {
             Self::Lines(inputs) => ResumePoint::find(inputs, lines, most),
@@ -325,7 +325,7 @@ impl Results {
         })
     }
 
-    /// An output for an input that can be read only once: without lines as yet.
+    /// Opens an output for an input that can be read only once. The output must not have lines yet.
     ///
     /// # Errors
     /// The output has lines already, or cannot be opened.
@@ -367,7 +367,7 @@ impl Results {
         }
     }
 
-    /// Flushes the results to the disk. Once all rows are answered, this also makes the output of its parts.
+    /// Flushes the results to the disk. Once all rows are answered, this also joins the parts of the output.
     ///
     /// # Errors
     /// The file system's.
@@ -415,7 +415,7 @@ impl Results {
         matches!(self, Self::Folder(_))
     }
 
-    /// What is to be said of single results that are in no output line.
+    /// Remarks on single results, for an output without lines that hold them.
     pub fn remarks(&self) -> Vec<String> {
         match self {
             #[cfg(feature = "tables")]

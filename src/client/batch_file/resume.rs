@@ -26,7 +26,7 @@ pub struct ResumePoint {
     pub total: usize,
     /// Length of the output's whole lines in bytes; a torn line may follow.
     pub whole_bytes: u64,
-    /// The digest of the current input; empty for files, of which each is known by its name.
+    /// The digest of the current input. Empty for files, since each file is known by its name.
     pub input: InputDigest,
     /// The errors in the output's whole lines.
     pub errors: ErrorCounts,

@@ -17,7 +17,7 @@ use crate::protocol::results::FileFormat;
 pub struct InputRow {
     /// Its line number, blank lines included, or its number among the files; from 1.
     pub number: usize,
-    /// The request, or why it is none.
+    /// The request, or why the row is not a request.
     pub request: Result<BatchRequest, InvalidLine>,
 }
 
@@ -81,7 +81,7 @@ pub struct InputFile {
 
 impl InputFile {
     fn request(&self) -> Result<BatchRequest, InvalidLine> {
-        // The folder of the results names the file.
+        // Errors do not name the file, because the remarks of the results' folder do.
         let invalid = |problem: String| InvalidLine { custom_id: Some(self.result.clone()), problem };
         let bytes = read_at_most(&self.path, self.max_bytes).map_err(|error| invalid(error.to_string()))?;
         let body = self.body(bytes).map_err(invalid)?;
@@ -143,7 +143,7 @@ impl Iterator for FileRows {
 
 impl Rows for FileRows {
     fn changed(&mut self) -> io::Result<Option<String>> {
-        // A file that changes later is found by its size and time in the next run.
+        // If a file changes later, the next run detects that by its size and its time.
         Ok(None)
     }
 }

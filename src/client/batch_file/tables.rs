@@ -33,7 +33,7 @@ use crate::protocol::batch_line::{BatchRequest, InvalidLine, RequestBody, read_o
 use crate::protocol::endpoints::EMBEDDINGS_URL;
 use crate::protocol::requests::body_of_text;
 
-/// Rows in memory at a time: a row may have megabytes, and nothing bounds the bytes of several.
+/// The number of rows in memory at a time. A row may have megabytes, and nothing bounds the bytes of several rows.
 const BATCH_ROWS: usize = 1;
 /// The largest number of columns of a CSV file.
 const MAX_COLUMNS: usize = 10_000;
@@ -104,12 +104,12 @@ impl Table {
         read_csv(file).map_err(|error| refused(&error))
     }
 
-    /// The places of the column with the texts and, if there is one, of that with the ids.
+    /// The index of the column with the texts, followed by the index of the column with the ids, if there is one.
     fn columns_in(&self, schema: &Schema) -> Result<Vec<usize>, FileError> {
         let refused = |problem: String| FileError::Refused(format!("{}: {problem}", self.path.display()));
         let names =
             || schema.fields().iter().map(|field| field.name().as_str()).collect::<Vec<_>>().join(", ");
-        let place = |name: &String, is_id: bool| {
+        let index_of = |name: &String, is_id: bool| {
             let index = schema.fields().iter().position(|field| field.name() == name);
             let index = index.ok_or_else(|| refused(format!("has no column {name:?}, only {}", names())))?;
             let count = schema.fields().iter().filter(|field| field.name() == name).count();
@@ -127,11 +127,11 @@ impl Table {
                 other => Err(refused(format!("the column {name:?} has no texts, but {other}"))),
             }
         };
-        let ids = self.id_column.iter().map(|name| place(name, true));
-        std::iter::once(place(&self.column, false)).chain(ids).collect()
+        let ids = self.id_column.iter().map(|name| index_of(name, true));
+        std::iter::once(index_of(&self.column, false)).chain(ids).collect()
     }
 
-    /// Checks the table, and finds where a run continues whose lines are in `lines`. At most the first `most` lines count.
+    /// Checks the table, and finds where a run continues: after the lines in `lines`, or after the first `most` of them.
     ///
     /// # Errors
     /// The table cannot be read or lacks a column, or the lines are not of this table.
@@ -227,8 +227,8 @@ impl Table {
     }
 }
 
-/// The columns of a CSV file, and its rows in batches of one. Nothing is guessed of what is in a cell, so that "007" stays as
-/// it is. An empty cell is none.
+/// The columns of a CSV file, and its rows in batches of one. All cells are texts, so that "007" stays as it is. An empty
+/// cell is null.
 fn read_csv(file: File) -> Result<(SchemaRef, Batches), csv::Error> {
     let mut reader = csv::Reader::from_reader(file);
     let fields = reader.headers()?.iter().map(|name| {
@@ -271,7 +271,7 @@ fn unread_codec(compression: Compression) -> Option<String> {
     if matches!(compression, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::ZSTD(_)) {
         return None;
     }
-    // The level is behind the name.
+    // The level follows the name, in parentheses.
     compression.to_string().split('(').next().map(str::to_ascii_lowercase)
 }
 
@@ -340,7 +340,7 @@ impl Rows for TableRows {
 /// What a Parquet file is made of once all rows are answered.
 #[derive(Clone, Debug)]
 pub struct Join {
-    /// The input with its columns; none: JSON lines, of which the file has the ids.
+    /// The input with its columns. None: the input is JSON lines, and the file has their ids.
     pub(super) table: Option<Table>,
     /// The matrix and its lines.
     pub(super) matrix: PathBuf,
@@ -403,7 +403,7 @@ impl Join {
             matrix.read_exact(&mut bytes).map_err(FileError::at(self.matrix.display()))?;
             let (numbers, _) = bytes.as_chunks::<4>();
             let numbers: Float32Array = numbers.iter().map(|it| Some(f32::from_le_bytes(*it))).collect();
-            // Without the bitmap of nulls, of which there are none.
+            // This drops the bitmap of nulls, since no number is null.
             let numbers = Float32Array::new(numbers.values().clone(), None);
             let is_valid: NullBuffer = errors.iter().map(Option::is_none).collect::<Vec<_>>().into();
             let vectors = FixedSizeListArray::try_new(
@@ -478,15 +478,15 @@ mod tests {
 
     const CSV: &str = "number,text\n007,one\n8,\"two, three\"\n9,\n";
 
-    struct Place {
+    struct TestFolder {
         folder: tempfile::TempDir,
     }
 
-    impl Place {
+    impl TestFolder {
         fn new() -> Self {
-            let place = Self { folder: tempfile::tempdir().unwrap() };
-            fs::write(place.path("t.csv"), CSV).unwrap();
-            place
+            let files = Self { folder: tempfile::tempdir().unwrap() };
+            fs::write(files.path("t.csv"), CSV).unwrap();
+            files
         }
 
         fn path(&self, name: &str) -> PathBuf {
@@ -529,12 +529,12 @@ mod tests {
 
     #[test]
     fn the_rows_of_a_table_are_requests_for_the_text_in_one_column() {
-        let place = Place::new();
-        let table = place.table("t.csv", "text");
-        let input_of = |table: &Table| table.find(&place.path("none"), usize::MAX).map(|point| point.input);
+        let files = TestFolder::new();
+        let table = files.table("t.csv", "text");
+        let input_of = |table: &Table| table.find(&files.path("none"), usize::MAX).map(|point| point.input);
         let digest = input_of(&table).unwrap();
         assert_eq!((digest.lines, digest.bytes), (3, CSV.len() as u64));
-        assert_ne!(input_of(&place.table("t.csv", "number")).unwrap(), digest);
+        assert_ne!(input_of(&files.table("t.csv", "number")).unwrap(), digest);
         let fields = Map::from_iter([("prompt_name".to_owned(), "query".into())]);
         assert_ne!(input_of(&Table { fields, ..table.clone() }).unwrap(), digest);
         let rows: Vec<InputRow> = table.rows_after(1).unwrap().map(|row| row.unwrap()).collect();
@@ -557,7 +557,7 @@ mod tests {
         let older = InputDigest { parameters: None, ..digest.clone() };
         assert_eq!(older, digest);
         assert!(older.differences(&other).0.starts_with("an input of 3 lines"));
-        let missing = input_of(&place.table("t.csv", "txt")).unwrap_err().to_string();
+        let missing = input_of(&files.table("t.csv", "txt")).unwrap_err().to_string();
         assert!(missing.contains("no column \"txt\", only number, text"), "{missing}");
         let mut rows = table.rows_after(0).unwrap();
         assert_eq!(rows.changed().unwrap(), None);
@@ -567,11 +567,11 @@ mod tests {
 
     #[test]
     fn a_quote_that_is_not_closed_and_a_column_of_the_same_name_are_refused() {
-        let place = Place::new();
+        let files = TestFolder::new();
         let refused = |content: &str| {
-            fs::write(place.path("t.csv"), content).unwrap();
-            let table = Table { id_column: Some("number".to_owned()), ..place.table("t.csv", "text") };
-            table.find(&place.path("none"), usize::MAX).unwrap_err().to_string()
+            fs::write(files.path("t.csv"), content).unwrap();
+            let table = Table { id_column: Some("number".to_owned()), ..files.table("t.csv", "text") };
+            table.find(&files.path("none"), usize::MAX).unwrap_err().to_string()
         };
         let unclosed = refused("number,text\n1,one\n2,\"two\n3,three\n4,four\n");
         assert!(
@@ -582,15 +582,15 @@ mod tests {
         assert!(twice.ends_with("t.csv: has 2 columns \"text\"; rename all but one"), "{twice}");
         let twice = refused("number,text,number\n1,one,2\n");
         assert!(twice.ends_with("has 2 columns \"number\"; rename all but one"), "{twice}");
-        fs::write(place.path("t.csv"), "text,more,more\none,1,2\n").unwrap();
-        assert_eq!(place.table("t.csv", "text").find(&place.path("none"), usize::MAX).unwrap().total, 1);
+        fs::write(files.path("t.csv"), "text,more,more\none,1,2\n").unwrap();
+        assert_eq!(files.table("t.csv", "text").find(&files.path("none"), usize::MAX).unwrap().total, 1);
     }
 
     #[test]
     fn a_column_may_have_the_ids_and_fields_are_in_each_request() {
-        let place = Place::new();
+        let files = TestFolder::new();
         let fields = Map::from_iter([("prompt_name".to_owned(), "query".into())]);
-        let table = place.table("t.csv", "text");
+        let table = files.table("t.csv", "text");
         let table = Table { id_column: Some("number".to_owned()), fields, ..table };
         let rows: Vec<InputRow> = table.rows_after(0).unwrap().map(|row| row.unwrap()).collect();
         let request = rows[0].request.as_ref().unwrap();
@@ -598,7 +598,7 @@ mod tests {
         assert_eq!((request.custom_id.as_str(), &body["prompt_name"]), ("007", &json!("query")));
         assert_eq!(rows[2].request.as_ref().unwrap_err().custom_id.as_deref(), Some("9"));
         // A run continues by these ids.
-        let lines = place.path("lines");
+        let lines = files.path("lines");
         fs::write(&lines, line(0, 200, &json!({})).replace("\"0\"", "\"007\"")).unwrap();
         let point = table.find(&lines, usize::MAX).unwrap();
         assert_eq!((point.done, point.total, point.input.lines), (1, 3, 3));
@@ -630,20 +630,20 @@ mod tests {
 
     #[test]
     fn a_csv_file_with_a_byte_order_mark_has_the_columns_that_it_names_and_uneven_rows_are_refused() {
-        let place = Place::new();
-        fs::write(place.path("t.csv"), "\u{feff}\"text\",number\na,1\n").unwrap();
-        assert_eq!(place.table("t.csv", "text").find(&place.path("none"), usize::MAX).unwrap().total, 1);
-        fs::write(place.path("t.csv"), "text,number\na,1\nb\n").unwrap();
-        let error = place.table("t.csv", "text").rows_after(0).unwrap().nth(1).unwrap().unwrap_err();
+        let files = TestFolder::new();
+        fs::write(files.path("t.csv"), "\u{feff}\"text\",number\na,1\n").unwrap();
+        assert_eq!(files.table("t.csv", "text").find(&files.path("none"), usize::MAX).unwrap().total, 1);
+        fs::write(files.path("t.csv"), "text,number\na,1\nb\n").unwrap();
+        let error = files.table("t.csv", "text").rows_after(0).unwrap().nth(1).unwrap().unwrap_err();
         assert!(error.to_string().contains("line: 3"), "{error}");
     }
 
     #[test]
     fn a_row_that_is_too_long_is_an_error_and_the_next_one_a_request() {
-        let place = Place::new();
+        let files = TestFolder::new();
         let long = "x".repeat(MAX_LINE + 1);
-        fs::write(place.path("t.csv"), format!("text\n{long}\nshort\n")).unwrap();
-        let table = place.table("t.csv", "text");
+        fs::write(files.path("t.csv"), format!("text\n{long}\nshort\n")).unwrap();
+        let table = files.table("t.csv", "text");
         let rows: Vec<InputRow> = table.rows_after(0).unwrap().map(|row| row.unwrap()).collect();
         let error = rows[0].request.as_ref().unwrap_err();
         assert_eq!(error.problem, "the text in column \"text\" is longer than 67108864 bytes");
@@ -652,14 +652,14 @@ mod tests {
 
     #[test]
     fn a_parquet_file_has_the_columns_of_the_input_the_vectors_and_the_errors() {
-        let place = Place::new();
+        let files = TestFolder::new();
         let error = line(2, 400, &json!({"error": {"message": "empty"}}));
-        let join = place.join(&[vector(0, [1.0, 2.0]), vector(1, [3.0, 4.0]), error]);
+        let join = files.join(&[vector(0, [1.0, 2.0]), vector(1, [3.0, 4.0]), error]);
         join.check().unwrap();
         join.write().unwrap();
         assert!(!join.matrix.exists() && join.ids.exists());
-        let table = place.table("x.parquet", "text");
-        assert_eq!(table.find(&place.path("none"), usize::MAX).unwrap().total, 3);
+        let table = files.table("x.parquet", "text");
+        assert_eq!(table.find(&files.path("none"), usize::MAX).unwrap().total, 3);
         let (schema, batches) = table.read(None).unwrap();
         let names: Vec<_> = schema.fields().iter().map(|field| field.name().as_str()).collect();
         assert_eq!(names, ["number", "text", VECTORS, ERRORS]);
@@ -673,7 +673,7 @@ mod tests {
         assert!(vector(2).is_null(0) && vector(0).is_valid(0));
         let error = |row: usize| batches[row].column(3).as_string::<i32>();
         assert!(error(0).is_null(0) && error(2).value(0) == "400: empty");
-        let column = place.table("x.parquet", VECTORS).rows_after(0).err().unwrap().to_string();
+        let column = files.table("x.parquet", VECTORS).rows_after(0).err().unwrap().to_string();
         assert!(column.contains("has no texts"), "{column}");
         // Its columns leave no room for those of another output.
         let join = Join { table: Some(table), ..join };
@@ -696,10 +696,10 @@ mod tests {
 
     #[test]
     fn without_a_table_the_ids_are_the_only_other_column() {
-        let place = Place::new();
-        let join = Join { table: None, ..place.join(&[vector(0, [1.0, 2.0]), vector(1, [3.0, 4.0])]) };
+        let files = TestFolder::new();
+        let join = Join { table: None, ..files.join(&[vector(0, [1.0, 2.0]), vector(1, [3.0, 4.0])]) };
         join.write().unwrap();
-        let (schema, batches) = place.table("x.parquet", IDS).read(None).unwrap();
+        let (schema, batches) = files.table("x.parquet", IDS).read(None).unwrap();
         let names: Vec<_> = schema.fields().iter().map(|field| field.name().as_str()).collect();
         assert_eq!(names, [IDS, VECTORS, ERRORS]);
         let rows: usize = batches.map(|batch| batch.unwrap().num_rows()).sum();

@@ -12,7 +12,7 @@ use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::broker::{BrokerError, Published};
 use crate::config::Settings;
-use crate::protocol::admin::{Answer, CANCEL, Request, Target};
+use crate::protocol::admin::{CANCEL, ControlRequest, LauncherAnswer, Target};
 use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
 use crate::protocol::{Headers, Properties};
 
@@ -46,7 +46,7 @@ pub(crate) enum FleetError {
 
 /// How long answers are gathered.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Gather {
+pub(crate) enum AnswerWait {
     /// Until no more are expected: the wait for each further answer depends on how long the first one took.
     UntilQuiet,
     /// For the whole time, or until there are this many.
@@ -77,17 +77,17 @@ impl Control {
     pub(crate) async fn request(
         &mut self,
         target: &Target,
-        request: &Request,
+        request: &ControlRequest,
         until: Instant,
-        gather: Gather,
-    ) -> Result<Vec<Answer>, FleetError> {
+        wait: AnswerWait,
+    ) -> Result<Vec<LauncherAnswer>, FleetError> {
         let requested_at = Instant::now();
         let (mut first_took, mut quiet_at) = (None, until);
         let id = uuid::Uuid::new_v4().to_string();
         let expires = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         // A request holds only strings and numbers, so serializing it cannot fail.
         let body = serde_json::to_vec(request).unwrap_or_default();
-        let mut answers: Vec<Answer> = Vec::new();
+        let mut answers: Vec<LauncherAnswer> = Vec::new();
         match self.client.publish_request(&target.routing_key(), &body, &id, expires).await {
             // No launcher is bound to this routing key.
             Ok(Published::Unroutable) => return Ok(answers),
@@ -102,13 +102,13 @@ impl Control {
             }
             Err(error) => return Err(error.into()),
         }
-        let expected = if let Gather::Expected(count) = gather { count } else { usize::MAX };
+        let expected = if let AnswerWait::Expected(count) = wait { count } else { usize::MAX };
         while answers.len() < expected {
             let Ok(next) = tokio::time::timeout_at(quiet_at, self.client.next()).await else { break };
             let message = next.ok_or(FleetError::Lost)?;
             // Late answers to earlier requests are ignored.
             if message.properties.correlation_id.as_ref() == Some(&id) {
-                if gather == Gather::UntilQuiet {
+                if wait == AnswerWait::UntilQuiet {
                     let took = *first_took.get_or_insert_with(|| requested_at.elapsed());
                     quiet_at = until.min(Instant::now() + quiet_timeout(took));
                 }
@@ -144,7 +144,7 @@ impl Control {
         let published = stream::iter(cancellations)
             .map(|properties| {
                 let key = &key;
-                async move { client.publish_notice(key, &properties).await }
+                async move { client.publish(key, &properties, &[]).await }
             })
             .buffer_unordered(MAX_CANCELLING);
         let confirmed = published.try_fold(0, |count, published| async move {
@@ -181,8 +181,8 @@ impl Control {
 }
 
 /// Stands for the answer of an unknown launcher: one that cannot be parsed, or that will not come.
-fn failed(problem: String) -> Answer {
-    Answer { host: "unknown".to_owned(), error: Some(problem), ..Answer::default() }
+fn failed(problem: String) -> LauncherAnswer {
+    LauncherAnswer { host: "unknown".to_owned(), error: Some(problem), ..LauncherAnswer::default() }
 }
 
 #[cfg(test)]

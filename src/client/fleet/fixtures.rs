@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::PoolQueues;
 use super::history::Snapshot;
 use crate::broker::amqp::QueueDepth;
-use crate::protocol::admin::{Answer, BatchBounds, SlotReport, State};
+use crate::protocol::admin::{BatchBounds, LauncherAnswer, SlotReport, State};
 use crate::protocol::stats::{Stage, Stats, WorkerState};
 
 pub(crate) const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";
@@ -42,13 +42,13 @@ pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
 }
 
 /// The answer of a launcher that has been running for `uptime` seconds. Its name is the host's.
-pub(crate) fn answer(host: &str, uptime: u64, slots: Vec<SlotReport>) -> Answer {
+pub(crate) fn answer(host: &str, uptime: u64, slots: Vec<SlotReport>) -> LauncherAnswer {
     let (host, uptime_ms) = (host.to_owned(), 1_000 * uptime);
-    Answer { launcher: host.clone(), host, pid: 7, uptime_ms, slots, ..Answer::default() }
+    LauncherAnswer { launcher: host.clone(), host, pid: 7, uptime_ms, slots, ..LauncherAnswer::default() }
 }
 
 /// The snapshot taken `at` seconds after `start`.
-pub(crate) fn snapshot(start: Instant, at: u64, answers: Vec<Answer>) -> Snapshot {
+pub(crate) fn snapshot(start: Instant, at: u64, answers: Vec<LauncherAnswer>) -> Snapshot {
     let queues = [("embed.tasks", 12, 2), ("embed.dead", 2, 0), ("embed.retry-1000ms", 5, 0)];
     let depth =
         |(name, ready, consumers): (&str, _, _)| (name.to_owned(), Some(QueueDepth { ready, consumers }));

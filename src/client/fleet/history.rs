@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::rates::Rates;
 use crate::broker::amqp::QueueDepth;
-use crate::protocol::admin::{Answer, SlotReport, State};
+use crate::protocol::admin::{LauncherAnswer, SlotReport, State};
 use crate::protocol::stats::Stats;
 
 /// How long the slots of a launcher that stopped answering are shown.
@@ -25,7 +25,7 @@ pub(crate) struct Snapshot {
     pub(crate) at: Instant,
     /// The same time, in milliseconds since 1970.
     pub(crate) wall_ms: u64,
-    pub(crate) answers: Vec<Answer>,
+    pub(crate) answers: Vec<LauncherAnswer>,
     pub(crate) queues: Queues,
 }
 
@@ -34,15 +34,15 @@ pub(crate) type Queues = BTreeMap<String, Option<QueueDepth>>;
 
 /// Identifies a slot: the worker's name and the launcher's process, because two launchers may have the same name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key {
+pub(crate) struct SlotKey {
     pub(crate) worker: String,
     launcher: (String, u32),
 }
 
 /// One slot.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Slot {
-    pub(crate) key: Key,
+pub(crate) struct SlotHistory {
+    pub(crate) key: SlotKey,
     pub(crate) report: SlotReport,
     pub(crate) rates: Rates,
     /// Milliseconds since its worker was ready, by the clock of this host.
@@ -58,7 +58,7 @@ pub(crate) struct Slot {
 /// All slots.
 #[derive(Default)]
 pub(crate) struct History {
-    pub(crate) slots: BTreeMap<Key, Slot>,
+    pub(crate) slots: BTreeMap<SlotKey, SlotHistory>,
     pub(crate) queues: Queues,
     pub(crate) launchers: usize,
     /// When launchers were last queried successfully.
@@ -77,7 +77,7 @@ impl History {
         for answer in answers {
             let launcher = (answer.host, answer.pid);
             for report in answer.slots {
-                let key = Key { worker: report.worker.clone(), launcher: launcher.clone() };
+                let key = SlotKey { worker: report.worker.clone(), launcher: launcher.clone() };
                 let slot = self.slots.entry(key.clone()).or_default();
                 slot.key = key.clone();
                 slot.add(report, answer.uptime_ms, wall_ms);
@@ -98,7 +98,7 @@ impl History {
     }
 }
 
-impl Slot {
+impl SlotHistory {
     fn add(&mut self, report: SlotReport, uptime_ms: u64, wall_ms: u64) {
         let now = report.stats.as_deref().cloned().unwrap_or_default();
         // A launcher that was started again, perhaps with the same process id, counts from zero.

@@ -15,9 +15,9 @@ mod tests;
 #[cfg(feature = "top")]
 mod watch;
 
-pub(crate) use control::{Control, FleetError, Gather};
+pub(crate) use control::{AnswerWait, Control, FleetError};
 #[cfg(feature = "top")]
-pub(crate) use history::{History, Key, Slot};
+pub(crate) use history::{History, SlotHistory, SlotKey};
 #[cfg(feature = "top")]
 pub(crate) use pools::{Depth, PoolQueues, Total, totals};
 #[cfg(feature = "top")]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{History, Queues, Slot};
+use super::history::{History, Queues, SlotHistory};
 use crate::broker::amqp::retry_queues;
 use crate::config::{Pool, TaskQueue};
 
@@ -110,7 +110,7 @@ pub(crate) fn totals(history: &History, pool_queues: &[PoolQueues]) -> Vec<Total
 }
 
 impl Total {
-    fn add(&mut self, slot: &Slot) {
+    fn add(&mut self, slot: &SlotHistory) {
         self.slots += 1;
         self.working += usize::from(slot.works());
         if slot.missing_since.is_some() {

@@ -63,7 +63,7 @@ fn slots_of_a_silent_launcher_are_marked_and_removed_after_30_s() {
 #[test]
 fn slots_of_a_restarted_launcher_replace_its_silent_slots() {
     let (mut history, start) = (History::default(), Instant::now());
-    let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
+    let with = |pid, at| LauncherAnswer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
     history.add(snapshot(start, 1, vec![with(7, 100)]));
     history.add(snapshot(start, 2, vec![with(8, 1)]));
     assert_eq!(shown(&history), [("h/embed/0".to_owned(), "busy")]);

@@ -7,11 +7,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::control::{Control, FleetError, Gather};
+use super::control::{AnswerWait, Control, FleetError};
 use super::history::{Queues, REMEMBERED, Snapshot};
 use super::pools::PoolQueues;
 use crate::config::Settings;
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 
 /// Maximum time for the answers of a round. A round ends earlier once all known launchers have answered.
 const ROUND_TIMEOUT: Duration = Duration::from_millis(800);
@@ -38,7 +38,7 @@ pub(crate) enum Update {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Order {
     pub(crate) target: Target,
-    pub(crate) request: Request,
+    pub(crate) request: ControlRequest,
 }
 
 /// A watch over the fleet.
@@ -110,8 +110,9 @@ impl Watch {
             None => self.control.insert(Control::open(&self.settings).await?),
         };
         let until = Instant::now() + ROUND_TIMEOUT;
-        let answers =
-            control.request(&Target::All, &Request::Stats, until, Gather::Expected(expected)).await?;
+        let answers = control
+            .request(&Target::All, &ControlRequest::Stats, until, AnswerWait::Expected(expected))
+            .await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would
@@ -152,7 +153,7 @@ impl Watch {
             return Ok("the broker is not connected now".to_owned());
         };
         let answers =
-            control.request(target, request, Instant::now() + ORDER_TIMEOUT, Gather::Expected(1)).await?;
+            control.request(target, request, Instant::now() + ORDER_TIMEOUT, AnswerWait::Expected(1)).await?;
         let key = target.routing_key();
         let Some(answer) = answers.into_iter().next() else {
             return Ok(format!("nobody has answered for {key:?}"));

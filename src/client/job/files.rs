@@ -8,48 +8,33 @@ use std::path::{Path, PathBuf};
 use super::ordered::Ordered;
 use super::record::Record;
 use super::state::Job;
-use crate::client::batch_file::{
-    Batch, CommonFields, FileError, OpenBatch, Results, ResumePoint, Rows, is_table,
-};
+use crate::client::batch_file::{Batch, FileError, OpenBatch, Results, is_table};
 
-/// The files of a job, checked: the output is open, locked and cut off after its last whole line.
-pub(crate) struct JobFiles {
-    output: Ordered,
-    fields: CommonFields,
-    /// Where to continue, and the rows that are left; none if the input can be read only once.
-    left: Option<(ResumePoint, Box<dyn Rows>)>,
-}
-
-impl JobFiles {
-    /// Opens and locks the output, and finds where to continue. The rows go through `queue`.
-    ///
-    /// # Errors
-    /// These files cannot be used, and the operator has to name others.
-    pub(crate) fn open(batch: &Batch, queue: &str) -> Result<Self, FileError> {
-        let record = batch.record_of();
-        if let Some((inputs, output)) = batch.one_output()
-            && !are_files(inputs, output)?
-        {
-            if inputs.iter().any(|input| is_table(input)) {
-                return Err(FileError::Refused("a table must be a file, which is read twice".to_owned()));
-            }
-            let results = Results::begin(output)?;
-            Record { queue: queue.to_owned(), input: None }.continue_output(&record, 0)?;
-            let (output, fields) = (Ordered::new(results, &record, 0), batch.common_fields(None));
-            return Ok(Self { output, fields, left: None });
+/// Opens and locks the output of a job, cuts it off after its last whole line, and finds where to continue. The rows go
+/// through `queue`. A task without a reply is published `attempts` times in all.
+///
+/// # Errors
+/// These files cannot be used, and the operator has to name others.
+pub(crate) fn open_job(batch: &Batch, queue: &str, attempts: u32) -> Result<RefCell<Job>, FileError> {
+    let record = batch.record_of();
+    if let Some((inputs, output)) = batch.one_output()
+        && !are_files(inputs, output)?
+    {
+        if inputs.iter().any(|input| is_table(input)) {
+            return Err(FileError::Refused("a table must be a file, which is read twice".to_owned()));
         }
-        let OpenBatch { results, point, rows } = batch.open(|point| {
-            let input = Some(point.input.clone());
-            Record { queue: queue.to_owned(), input }.continue_output(&record, point.done)
-        })?;
-        let output = Ordered::new(results, &record, point.done as u64);
-        Ok(Self { output, fields: batch.common_fields(Some(&point)), left: Some((point, rows)) })
+        let results = Results::begin(output)?;
+        Record { queue: queue.to_owned(), input: None }.continue_output(&record, 0)?;
+        let (output, fields) = (Ordered::new(results, &record, 0), batch.common_fields(None));
+        return Ok(RefCell::new(Job::new(output, fields, None, attempts)));
     }
-
-    /// The job for these files. A task without a reply is published `attempts` times in all.
-    pub(crate) fn job(self, attempts: u32) -> RefCell<Job> {
-        RefCell::new(Job::new(self.output, self.fields, self.left, attempts))
-    }
+    let OpenBatch { results, point, rows } = batch.open(|point| {
+        let input = Some(point.input.clone());
+        Record { queue: queue.to_owned(), input }.continue_output(&record, point.done)
+    })?;
+    let output = Ordered::new(results, &record, point.done as u64);
+    let fields = batch.common_fields(Some(&point));
+    Ok(RefCell::new(Job::new(output, fields, Some((point, rows)), attempts)))
 }
 
 /// Whether the inputs are files. Checked before the output is created, so that a wrong name leaves no file. No input is

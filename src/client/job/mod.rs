@@ -30,7 +30,7 @@ use crate::protocol::admin::CANCEL;
 use crate::protocol::control::job_queue;
 use crate::protocol::{Message, Properties};
 
-pub(crate) use self::files::JobFiles;
+pub(crate) use self::files::open_job;
 pub(crate) use self::state::{Job, Progress};
 
 /// Maximum number of tasks under way.

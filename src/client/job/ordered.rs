@@ -20,20 +20,20 @@ pub(super) const MAX_WAITING: usize = 500_000;
 
 /// An output whose lines arrive in any order.
 pub(super) struct Ordered {
-    results: Results,
+    pub(super) results: Results,
     /// Why results were not written, though their lines have one; until the job counts them.
     failed: Vec<OutputError>,
     folder: PathBuf,
     /// The number of the next line to write.
     next: u64,
-    waiting: BTreeMap<u64, Place>,
+    waiting: BTreeMap<u64, WaitingLine>,
     /// Bytes of waiting lines in memory.
     in_memory: usize,
     /// Spill files by number; only the last one grows.
     spill_files: BTreeMap<u64, SpillFile>,
 }
 
-enum Place {
+enum WaitingLine {
     Memory(Vec<u8>),
     Disk { file: u64, offset: u64, length: usize },
 }
@@ -85,11 +85,11 @@ impl Ordered {
         self.write(&line)?;
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() == self.next) {
             let line = match entry.remove() {
-                Place::Memory(line) => {
+                WaitingLine::Memory(line) => {
                     self.in_memory -= line.len();
                     line
                 }
-                Place::Disk { file, offset, length } => self.read_spilled(file, offset, length)?,
+                WaitingLine::Disk { file, offset, length } => self.read_spilled(file, offset, length)?,
             };
             self.write(&line)?;
         }
@@ -107,29 +107,11 @@ impl Ordered {
         std::mem::take(&mut self.failed)
     }
 
-    /// What is to be said of single results.
-    pub(super) fn remarks(&self) -> Vec<String> {
-        self.results.remarks()
-    }
-
-    /// Whether the remarks name each error.
-    pub(super) fn names_errors(&self) -> bool {
-        self.results.names_errors()
-    }
-
-    /// Flushes the results to the disk. `is_complete`: all rows are answered.
-    ///
-    /// # Errors
-    /// The file system's.
-    pub(super) fn sync(&mut self, is_complete: bool) -> io::Result<()> {
-        self.results.sync(is_complete)
-    }
-
     /// Keeps a line until its turn: in memory if there is room, otherwise on disk.
     fn store(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
         if self.in_memory + line.len() <= MAX_BYTES_IN_MEMORY {
             self.in_memory += line.len();
-            self.waiting.insert(number, Place::Memory(line));
+            self.waiting.insert(number, WaitingLine::Memory(line));
             return Ok(());
         }
         let mut last = self.spill_files.last_key_value().map_or(0, |(number, _)| *number);
@@ -144,7 +126,8 @@ impl Ordered {
         };
         spill_file.file.seek(SeekFrom::Start(spill_file.end))?;
         spill_file.file.write_all(&line)?;
-        self.waiting.insert(number, Place::Disk { file: last, offset: spill_file.end, length: line.len() });
+        self.waiting
+            .insert(number, WaitingLine::Disk { file: last, offset: spill_file.end, length: line.len() });
         spill_file.end += line.len() as u64;
         spill_file.lines += 1;
         Ok(())

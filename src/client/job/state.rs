@@ -15,9 +15,9 @@ use super::ordered::{MAX_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
-use crate::client::batch_file::{CommonFields, ErrorCounts, ResumePoint, Rows};
-use crate::client::tally::{Report, Tally};
-use crate::client::{self, Request, Task};
+use crate::client::batch_file::{CommonFields, ErrorCounts, Results, ResumePoint, Rows};
+use crate::client::tally::{RunReport, Tally};
+use crate::client::{self, ClientTask, TaskMessage};
 use crate::protocol::Message;
 use crate::protocol::control::new_run_id;
 
@@ -285,7 +285,7 @@ impl Job {
     }
 
     /// What this run has measured, for a pool of this name.
-    pub(crate) fn report(&mut self, pool: &str) -> Report {
+    pub(crate) fn report(&mut self, pool: &str) -> RunReport {
         self.tally.report(pool, self.errors, &self.output_errors)
     }
 
@@ -294,14 +294,9 @@ impl Job {
         self.tally.truncated()
     }
 
-    /// What is to be said of single results that are in no output line.
-    pub(crate) fn remarks(&self) -> Vec<String> {
-        self.ordered.remarks()
-    }
-
-    /// Whether the remarks name each error.
-    pub(crate) fn names_errors(&self) -> bool {
-        self.ordered.names_errors()
+    /// The output.
+    pub(crate) fn results(&self) -> &Results {
+        &self.ordered.results
     }
 
     /// Flushes the output to the disk.
@@ -309,7 +304,7 @@ impl Job {
     /// # Errors
     /// The output cannot be written.
     pub(crate) fn sync(&mut self) -> Result<(), JobError> {
-        self.ordered.sync(self.is_complete()).map_err(JobError::Output)
+        self.ordered.results.sync(self.is_complete()).map_err(JobError::Output)
     }
 }
 
@@ -317,14 +312,14 @@ impl Job {
 pub(super) fn tasks<'a>(
     job: &'a RefCell<Job>,
     units: &'a mut mpsc::Receiver<Result<Unit, JobError>>,
-) -> impl Stream<Item = Result<Task<Unit>, JobError>> + 'a {
+) -> impl Stream<Item = Result<ClientTask<Unit>, JobError>> + 'a {
     let task = |unit: Unit| match &unit {
         Unit::Task(PackedTask { url, body, .. }) => {
             let id = uuid::Uuid::new_v4().to_string();
-            let request = Request::new(id, Some(url), body.clone());
-            Task { meta: unit, request: Some(request) }
+            let message = TaskMessage::new(id, Some(url), body.clone());
+            ClientTask { meta: unit, message: Some(message) }
         }
-        Unit::Invalid { .. } => Task { meta: unit, request: None },
+        Unit::Invalid { .. } => ClientTask { meta: unit, message: None },
     };
     stream::poll_fn(move |context| {
         job.borrow_mut().next(units, context).map(|unit| unit.map(|unit| unit.map(task)))

@@ -11,7 +11,7 @@ use super::load::{Arrivals, Bodies};
 use super::report::Measured;
 use super::tally::Tally;
 use crate::client::answer::Answer;
-use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
+use crate::client::{Bounds, Client, ClientError, ClientTask, Sink, TaskMessage};
 use crate::protocol::Message;
 
 /// A task expires after it has waited in its queue for this multiple of `--timeout`.
@@ -82,7 +82,7 @@ fn tasks(
     arrivals: Option<Arrivals>,
     start: Instant,
     timeout: Duration,
-) -> impl Stream<Item = Result<Task<TaskData>, ClientError>> {
+) -> impl Stream<Item = Result<ClientTask<TaskData>, ClientError>> {
     let run = uuid::Uuid::new_v4();
     stream::unfold((bodies.enumerate(), arrivals), move |(mut bodies, mut arrivals)| async move {
         let (number, work) = bodies.next()?;
@@ -94,10 +94,10 @@ fn tasks(
                 due
             }
         };
-        let request = Request::new(format!("{run}/{number}"), work.url.as_deref(), work.body);
+        let message = TaskMessage::new(format!("{run}/{number}"), work.url.as_deref(), work.body);
         // The task expires, so that it does not stay in the queue if this run ends early. Nobody else reads its reply.
-        let request = Request { expires: Some(EXPIRY_TIMEOUTS * timeout), ..request };
-        let task = Task { meta: TaskData { due, inputs: work.inputs }, request: Some(request) };
+        let message = TaskMessage { expires: Some(EXPIRY_TIMEOUTS * timeout), ..message };
+        let task = ClientTask { meta: TaskData { due, inputs: work.inputs }, message: Some(message) };
         Some((Ok(task), (bodies, arrivals)))
     })
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Tally;
-use crate::client::answer::{Answer, Batch};
+use crate::client::answer::{Answer, ForwardPass};
 
 fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -19,7 +19,7 @@ fn good(worker: &str) -> Answer<'_> {
         model: "m",
         // Queue, prepare, wait, compute.
         stages_ms: Some([1.0, 2.0, 3.0, 10.0]),
-        batch: Some(Batch { inputs: 2.0, tokens: 20.0 }),
+        batch: Some(ForwardPass { inputs: 2.0, tokens: 20.0 }),
         tokens: Some(10),
         generated: None,
         audio_ms: None,

@@ -38,7 +38,7 @@ use crate::client::batch_file::{
     Batch, CommonFields, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
 };
 use crate::client::tally::Tally;
-use crate::client::{Bounds, Client, Request, Sink, Task};
+use crate::client::{Bounds, Client, ClientTask, Sink, TaskMessage};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings, python_class_name};
 use crate::launcher::{Host, LaunchSpec, PreparedLauncher};
@@ -472,7 +472,7 @@ fn tasks(
     mut router: Router,
     counts_inputs: bool,
     ids: &mut RepeatedIds,
-) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
+) -> impl Iterator<Item = anyhow::Result<ClientTask<Line>>> {
     rows.map(move |row| {
         let InputRow { number, request } = row.context("the input")?;
         Ok(match request {
@@ -481,11 +481,11 @@ fn tasks(
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{number}");
                 let queue = Some(router.queue(&url, &body));
-                let request = Request { queue, ..Request::new(message_id, Some(&url), body) };
-                Task { meta: Line::Request { custom_id, inputs }, request: Some(request) }
+                let message = TaskMessage { queue, ..TaskMessage::new(message_id, Some(&url), body) };
+                ClientTask { meta: Line::Request { custom_id, inputs }, message: Some(message) }
             }
             Err(invalid) => {
-                Task { meta: Line::Invalid(batch_line::error_line(number, &invalid)), request: None }
+                ClientTask { meta: Line::Invalid(batch_line::error_line(number, &invalid)), message: None }
             }
         })
     })

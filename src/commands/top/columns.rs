@@ -8,7 +8,7 @@ use ratatui::text::{Line, Span};
 
 use super::figures::{self, age, bar, bytes, count, cut, cut_middle, percent, seconds, short, spark};
 use super::list::List;
-use crate::client::fleet::{Depth, Slot, Total};
+use crate::client::fleet::{Depth, SlotHistory, Total};
 use crate::protocol::admin::State;
 
 /// The width that one part of a line may have, in columns of the terminal.
@@ -96,7 +96,7 @@ fn padded(cell: Span<'static>, is_number: bool, width: usize) -> Span<'static> {
 
 /// A row of the table of slots.
 pub(super) struct SlotRow<'a> {
-    pub(super) slot: &'a Slot,
+    pub(super) slot: &'a SlotHistory,
     /// The highest rate, in tasks per second, of any slot of its pool within the last minute. It scales the sparkline.
     pub(super) peak: f64,
 }
@@ -210,7 +210,7 @@ fn restarts(times: u64) -> Span<'static> {
     }
 }
 
-fn state(slot: &Slot) -> Span<'static> {
+fn state(slot: &SlotHistory) -> Span<'static> {
     let colour = match slot.report.state {
         _ if slot.missing_since.is_some() => Color::DarkGray,
         State::Ready | State::Busy if slot.works() => Color::Green,

@@ -6,7 +6,7 @@ use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 
 use super::figures::{age, bytes, cut, percent, seconds, wrap};
-use crate::client::fleet::Slot;
+use crate::client::fleet::SlotHistory;
 use crate::commands::ctl::span;
 use crate::protocol::stats::Stats;
 
@@ -16,7 +16,7 @@ const NAME_WIDTH: usize = 14;
 const MAX_FACT_LINES: usize = 6;
 
 /// The detail lines of a slot.
-pub(super) fn lines(slot: &Slot, columns: usize, now: Instant) -> Vec<Line<'static>> {
+pub(super) fn lines(slot: &SlotHistory, columns: usize, now: Instant) -> Vec<Line<'static>> {
     let text_width = columns.saturating_sub(NAME_WIDTH).max(1);
     let mut lines = Vec::new();
     for (name, text) in facts(slot, now) {
@@ -38,7 +38,7 @@ pub(super) fn lines(slot: &Slot, columns: usize, now: Instant) -> Vec<Line<'stat
 }
 
 /// The facts as pairs of name and text. After the state come first the facts that an operator has to act on.
-fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
+fn facts(slot: &SlotHistory, now: Instant) -> Vec<(&'static str, String)> {
     let (report, no_stats) = (&slot.report, Stats::default());
     let stats = report.stats.as_deref().unwrap_or(&no_stats);
     let state = format!("{} for {}", report.state.name(), span(report.state_ms));
@@ -75,7 +75,7 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
     facts.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
 }
 
-fn active_tasks(slot: &Slot) -> String {
+fn active_tasks(slot: &SlotHistory) -> String {
     let report = &slot.report;
     let Some(ms) = report.active_ms else { return "no task on the device".to_owned() };
     let more = report.in_flight.saturating_sub(report.active.len() as u64);
@@ -83,7 +83,7 @@ fn active_tasks(slot: &Slot) -> String {
     format!("{} for {}: {}{more}", report.in_flight, seconds(ms as f64 / 1e3), report.active.join(" "))
 }
 
-fn batches(slot: &Slot) -> String {
+fn batches(slot: &SlotHistory) -> String {
     let limits = &slot.report.batch;
     let tokens = limits.max_tokens.map(|count| format!("{count} tokens"));
     let inputs = limits.max_requests.map(|count| format!("{count} inputs"));
@@ -93,7 +93,7 @@ fn batches(slot: &Slot) -> String {
     format!("at most {}{}", texts.join(", "), fill.unwrap_or_default())
 }
 
-fn times(slot: &Slot) -> String {
+fn times(slot: &SlotHistory) -> String {
     let dash = || "-".to_owned();
     let queued = slot.rates.queued.map_or_else(dash, seconds);
     let (median, p99) =

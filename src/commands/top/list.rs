@@ -3,13 +3,13 @@
 
 use std::cmp::Ordering;
 
-use crate::client::fleet::{History, Key, Slot};
+use crate::client::fleet::{History, SlotHistory, SlotKey};
 
 /// The longest filter, in characters.
 const MAX_FILTER_CHARS: usize = 60;
 
 /// A column that slots can be sorted by: its title, and the value that is compared.
-type Sort = (&'static str, fn(&Slot) -> f64);
+type Sort = (&'static str, fn(&SlotHistory) -> f64);
 
 /// All sort columns, in the order of the screen. A terminal of 80 characters a line shows all of them. Slots with equal
 /// values are sorted by name.
@@ -32,28 +32,28 @@ pub(super) struct List {
     sort: usize,
     is_reversed: bool,
     filter: String,
-    selected: Option<Key>,
+    selected: Option<SlotKey>,
     /// The row of the selected slot when it was last listed.
     row: usize,
 }
 
 impl List {
     /// The slots that match the filter, sorted.
-    pub(super) fn slots<'a>(&self, history: &'a History) -> Vec<&'a Slot> {
+    pub(super) fn slots<'a>(&self, history: &'a History) -> Vec<&'a SlotHistory> {
         let wanted = self.filter.to_lowercase();
-        let is_wanted = |slot: &&Slot| {
+        let is_wanted = |slot: &&SlotHistory| {
             let report = &slot.report;
             let texts = [&report.worker, &report.pool, slot.state(), &report.device].map(str::to_lowercase);
             wanted.split_whitespace().all(|word| texts.iter().any(|text| text.contains(word)))
         };
-        let mut slots: Vec<&Slot> = history.slots.values().filter(is_wanted).collect();
+        let mut slots: Vec<&SlotHistory> = history.slots.values().filter(is_wanted).collect();
         slots.sort_by(|one, other| self.compare(one, other));
         slots
     }
 
     /// Compares by the sort column. Names are in ascending order, and numbers in descending order, unless the order is
     /// reversed.
-    fn compare(&self, one: &Slot, other: &Slot) -> Ordering {
+    fn compare(&self, one: &SlotHistory, other: &SlotHistory) -> Ordering {
         let (_, value) = SORTS[self.sort];
         let by_name = || name_key(&one.key).cmp(&name_key(&other.key)).then_with(|| one.key.cmp(&other.key));
         // The order if `is_reversed`: names descending, numbers ascending. The default order is its reverse.
@@ -119,13 +119,13 @@ impl List {
         self.row
     }
 
-    pub(super) fn selected<'a>(&self, history: &'a History) -> Option<&'a Slot> {
+    pub(super) fn selected<'a>(&self, history: &'a History) -> Option<&'a SlotHistory> {
         history.slots.get(self.selected.as_ref()?)
     }
 }
 
 /// A worker's name as a sort key, in which slot 10 of a pool comes after slot 9.
-fn name_key(key: &Key) -> (&str, u64) {
+fn name_key(key: &SlotKey) -> (&str, u64) {
     let (pool, index) = key.worker.rsplit_once('/').unwrap_or((&key.worker, ""));
     (pool, index.parse().unwrap_or_default())
 }

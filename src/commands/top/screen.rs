@@ -7,7 +7,7 @@ use ratatui::crossterm::event::{Event, KeyCode, KeyEventKind, KeyModifiers};
 
 use super::list::List;
 use crate::client::fleet::{History, Order, PoolQueues, Update};
-use crate::protocol::admin::{Request, State, Target};
+use crate::protocol::admin::{ControlRequest, State, Target};
 
 /// How long a notice, such as the result of an order, is shown. A key press removes it earlier.
 const NOTICE_DURATION: Duration = Duration::from_secs(20);
@@ -36,7 +36,7 @@ pub(super) struct Screen {
     /// Data older than this are stale, even if no trouble is known.
     pub(super) stale_after: Duration,
     /// An order that waits for the user's confirmation, and the worker that it is for.
-    unconfirmed: Option<(String, Request)>,
+    unconfirmed: Option<(String, ControlRequest)>,
     /// A notice, and since when it is shown.
     notice: Option<(Instant, String)>,
 }
@@ -139,8 +139,8 @@ impl Screen {
             KeyCode::Char('S') => self.list.reverse(),
             KeyCode::Char('/') => self.is_typing = true,
             KeyCode::Char('p') => self.request_order(None),
-            KeyCode::Char('d') => self.request_order(Some(Request::Drain)),
-            KeyCode::Char('r') => self.request_order(Some(Request::Restart)),
+            KeyCode::Char('d') => self.request_order(Some(ControlRequest::Drain)),
+            KeyCode::Char('r') => self.request_order(Some(ControlRequest::Restart)),
             _ => {}
         }
         None
@@ -162,19 +162,19 @@ impl Screen {
 
     /// Asks the user to confirm an order for the selected slot. Without `order`, the order is to resume a slot that is
     /// paused or stopped, and to pause any other slot.
-    fn request_order(&mut self, order: Option<Request>) {
+    fn request_order(&mut self, order: Option<ControlRequest>) {
         let Some(slot) = self.list.selected(&self.history) else { return };
         let resumes = matches!(slot.report.state, State::Paused | State::Stopped);
-        let toggle = if resumes { Request::Resume } else { Request::Pause };
+        let toggle = if resumes { ControlRequest::Resume } else { ControlRequest::Pause };
         self.unconfirmed = Some((slot.key.worker.clone(), order.unwrap_or(toggle)));
     }
 }
 
-fn verb(request: &Request) -> &'static str {
+fn verb(request: &ControlRequest) -> &'static str {
     match request {
-        Request::Pause => "pause",
-        Request::Resume => "resume",
-        Request::Drain => "drain",
+        ControlRequest::Pause => "pause",
+        ControlRequest::Resume => "resume",
+        ControlRequest::Drain => "drain",
         _ => "restart",
     }
 }

@@ -14,7 +14,7 @@ use super::columns::{Bounds, SlotRow, errors, fit, lines, pool_columns, slot_col
 use super::detail;
 use super::figures::{cut, short, width, wrap};
 use super::screen::Screen;
-use crate::client::fleet::{Slot, Total, totals};
+use crate::client::fleet::{SlotHistory, Total, totals};
 use crate::commands::ctl::span;
 
 /// A screen of at least this many lines has room for both pools and detail.
@@ -170,7 +170,7 @@ fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool
     *offset = (*offset).clamp(lowest_offset, selected).min(slots.len().saturating_sub(room));
     let longest = slots.iter().map(|slot| width(&slot.key.worker)).max().unwrap_or_default();
     let peaks = peaks(slots.iter().copied());
-    let peak = |slot: &Slot| peaks.get(slot.report.pool.as_str()).copied().unwrap_or_default();
+    let peak = |slot: &SlotHistory| peaks.get(slot.report.pool.as_str()).copied().unwrap_or_default();
     let shown: Vec<SlotRow<'_>> =
         slots.iter().skip(*offset).take(room).map(|slot| SlotRow { slot, peak: peak(slot) }).collect();
     let (header, rows) = lines(&slot_columns(&screen.list, longest, columns), &shown, columns);
@@ -193,7 +193,7 @@ fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool
 }
 
 /// For each pool the highest rate, in tasks per second, of any of its slots within the last minute.
-fn peaks<'a>(slots: impl Iterator<Item = &'a Slot>) -> BTreeMap<&'a str, f64> {
+fn peaks<'a>(slots: impl Iterator<Item = &'a SlotHistory>) -> BTreeMap<&'a str, f64> {
     let mut peaks = BTreeMap::new();
     for slot in slots {
         let peak: &mut f64 = peaks.entry(slot.report.pool.as_str()).or_default();

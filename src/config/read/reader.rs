@@ -140,8 +140,7 @@ impl Report {
 
     /// The origin of the setting at `path`.
     pub(crate) fn origin_of(&self, path: &str) -> String {
-        let origin = self.origins.get(path).map(String::as_str);
-        origin.unwrap_or(BUILT_IN).to_owned()
+        self.origins.get(path).map_or(BUILT_IN, String::as_str).to_owned()
     }
 }
 

@@ -4,7 +4,7 @@ mod continuous;
 mod encoding;
 mod generated;
 mod job;
-mod oneshot;
+mod one_pass;
 mod probe;
 mod streams;
 

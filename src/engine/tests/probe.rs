@@ -1,7 +1,7 @@
 //! Tests of what a failed probe means when a model is loaded: a broken device, or a mistake of the model's author.
 
 use super::*;
-use crate::engine::{continuous, oneshot};
+use crate::engine::{continuous, one_pass};
 use crate::model::{
     Advance, Advances, Capacity, Feed, Forward, ForwardError, Generate, LoadError, Preprocessed, Row,
     SizedInput, Slot,
@@ -108,7 +108,7 @@ impl Generate for Sequences {
 fn loads(probe: &'static str) -> [Option<LoadError>; 2] {
     let model = Fussy { probe };
     let starters =
-        [oneshot(move |_, _| Ok((model, model))), continuous(move |_, _| Ok((model, Sequences(0))))];
+        [one_pass(move |_, _| Ok((model, model))), continuous(move |_, _| Ok((model, Sequences(0))))];
     starters.map(|starter| starter.start_here(setup("own", 64, &Log::default())).err())
 }
 

@@ -7,7 +7,7 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
-use super::{Gpu, Gpus, Memory, Part, Process};
+use super::{Gpu, GpuProcess, Gpus, Memory, MigDevice};
 
 /// The file names of NVML. The first is installed with every driver, the second only with the development files.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
@@ -109,9 +109,9 @@ fn memory(device: &Device<'_>) -> Option<Memory> {
     device.memory_info().ok().map(|info| Memory { total: info.total, free: info.free })
 }
 
-fn processes(device: &Device<'_>) -> Vec<Process> {
+fn processes(device: &Device<'_>) -> Vec<GpuProcess> {
     let known = device.running_compute_processes().unwrap_or_default();
-    let process = |it: nvml_wrapper::struct_wrappers::device::ProcessInfo| Process {
+    let process = |it: nvml_wrapper::struct_wrappers::device::ProcessInfo| GpuProcess {
         pid: it.pid,
         memory: match it.used_gpu_memory {
             UsedGpuMemory::Used(bytes) => Some(bytes),
@@ -122,11 +122,13 @@ fn processes(device: &Device<'_>) -> Vec<Process> {
 }
 
 /// Its MIG devices, if MIG is on.
-fn parts(device: &Device<'_>) -> Option<Vec<Part>> {
+fn parts(device: &Device<'_>) -> Option<Vec<MigDevice>> {
     const MIG_ENABLED: u32 = 1;
     device.mig_mode().ok().filter(|mode| mode.current == MIG_ENABLED)?;
     let mig_indices = 0..device.mig_device_count().unwrap_or(0);
     // An index without a device returns an error.
     let found = mig_indices.filter_map(|mig_index| device.mig_device_by_index(mig_index).ok());
-    Some(found.filter_map(|part| Some(Part { uuid: part.uuid().ok()?, memory: memory(&part) })).collect())
+    Some(
+        found.filter_map(|part| Some(MigDevice { uuid: part.uuid().ok()?, memory: memory(&part) })).collect(),
+    )
 }

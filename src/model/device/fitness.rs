@@ -21,7 +21,7 @@ const MAX_ROWS: usize = 2560;
 const MAX_EXACT: f32 = 16_777_216.0;
 /// The largest entry of the matrices in f32: the entries of their product stay far below [`MAX_EXACT`].
 const MAX_ENTRY: i32 = 8;
-/// The largest entry in half precision: the product's entries stay below 256, up to which bf16 represents all whole
+/// The largest entry in 16 bits: the product's entries stay below 256, up to which bf16 represents all whole
 /// numbers (f16: up to 2048).
 const MAX_ENTRY_HALF: i32 = 1;
 /// How long a GPU may take to reach the required speed: its clock rises only under load, and other processes may

@@ -64,8 +64,8 @@ pub struct TextIds<I = Vec<u32>> {
 pub enum NoIds<E> {
     /// The error of `encode`.
     Failed(E),
-    /// So many bytes of the text, of `bytes` bytes, have only a few tokens. Some tokenizers drop whole runs of
-    /// characters, such as spaces. The rest of the text is not tokenised, since that could take seconds.
+    /// Many bytes of the text have only a few tokens. Some tokenizers drop whole runs of characters, such as spaces. The
+    /// rest of the text is not tokenised, since that could take seconds.
     TooFewTokens {
         /// The bytes that were tokenised.
         read: usize,

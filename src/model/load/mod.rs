@@ -29,7 +29,7 @@ pub mod weights;
 use hub::Hub;
 
 /// A lower bound of the bytes of a model's weights on a device. Files may hold f32, so half of their bytes count for
-/// half precision, and a third for int8. None if the model's files are not on this host yet.
+/// 16 bits, and a third for int8. None if the model's files are not on this host yet.
 pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
     let files = ModelFiles::on_this_host(&spec.source)?;
     let paths = match files.gguf() {
@@ -40,7 +40,7 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
         None => files.weights().ok()?,
     };
     let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
-    // In half precision at best, on a GPU.
+    // In 16 bits at best, on a GPU.
     if spec.is_dtype_auto {
         return Some(bytes / 2);
     }
@@ -186,7 +186,8 @@ impl ModelFiles {
         Ok(found)
     }
 
-    /// The names of the files in a folder of the model, in order. Of a model of the hub only those in the cache.
+    /// The names of the files in a folder of the model, in order. For a model of the hub, only the cached
+    /// files.
     ///
     /// # Errors
     /// As [`optional`](Self::optional).

@@ -93,9 +93,9 @@ pub struct TextLimits {
 /// for some classes of tokenizers. None: those of `tokenizer.json` stay.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Overrides {
-    /// Of tokenizers like BERT's.
+    /// For tokenizers like BERT's.
     pub bert: Option<BertOverrides>,
-    /// Whether a space is put before the text, of tokenizers like RoBERTa's.
+    /// For tokenizers like RoBERTa's: whether a space is put before the text.
     pub adds_prefix_space: Option<bool>,
 }
 

@@ -595,7 +595,7 @@ mod tests {
             for (vocabulary, tokenizer) in &loaded {
                 let ids = vocabulary.prompt(&text, LIMIT).unwrap().ids;
                 let whole = tokenizer.decode(&ids, true).unwrap();
-                // Of spaces before a text, the library drops all that are in the first piece of a Metaspace.
+                // The library drops all spaces before a text that are in the first piece of a Metaspace.
                 let is_cut = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::Metaspace(_)))
                     && text.starts_with([' ', '▁']);
                 if is_cut {

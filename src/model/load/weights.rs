@@ -21,16 +21,16 @@ use super::{finite, torch};
 use crate::model::LoadError;
 use crate::model::ops::{Matrix, NumberFormat};
 
-/// The types of the numbers with which a network computes.
+/// The number formats in which a network computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Precision {
+pub struct NumberFormats {
     /// The type of tensors.
     pub tensors: DType,
     /// The type in which the matrices of linear layers are kept if tensors are f32 on a CPU.
     pub matrices: NumberFormat,
 }
 
-impl Precision {
+impl NumberFormats {
     /// 32 bits throughout.
     pub const F32: Self = Self { tensors: DType::F32, matrices: NumberFormat::F32 };
 }
@@ -46,8 +46,8 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads files of weights, for tensors on `device` in this precision. In files that were saved from a model with a
-    /// head, names begin with `{base}.`. Such a file is recognised by the tensor `{base}.{marker}`.
+    /// Reads files of weights, for tensors on `device` in these number formats. In files that were saved from a model
+    /// with a head, names begin with `{base}.`. Such a file is recognised by the tensor `{base}.{marker}`.
     ///
     /// # Errors
     /// [`LoadError::File`] if a file is truncated, corrupt or holds no such model.
@@ -56,7 +56,7 @@ impl Weights {
         base: &str,
         marker: &str,
         device: &Device,
-        Precision { tensors: dtype, matrices: matrix_format }: Precision,
+        NumberFormats { tensors: dtype, matrices: matrix_format }: NumberFormats,
     ) -> Result<Self, LoadError> {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
@@ -387,7 +387,7 @@ mod tests {
 
     fn read(files: &[&str]) -> Result<Weights, LoadError> {
         let paths: Vec<PathBuf> = files.iter().map(|name| fixture(name)).collect();
-        Weights::read(&paths, "bert", "embeddings.word_embeddings.weight", &Device::Cpu, Precision::F32)
+        Weights::read(&paths, "bert", "embeddings.word_embeddings.weight", &Device::Cpu, NumberFormats::F32)
     }
 
     #[test]
@@ -437,7 +437,7 @@ mod tests {
         assert_eq!(weights.values("bert.embeddings.word_embeddings.weight", &[2, 1]).unwrap(), [1.5, -2.0]);
         let paths = [fixture("torch/t5.bin")];
         let weights =
-            Weights::read(&paths, "transformer", "shared.weight", &Device::Cpu, Precision::F32).unwrap();
+            Weights::read(&paths, "transformer", "shared.weight", &Device::Cpu, NumberFormats::F32).unwrap();
         assert_eq!(weights.prefix(), "transformer.");
         assert_eq!(weights.values("transformer.shared.weight", &[3]).unwrap(), [0.0, 1024.0, -0.25]);
     }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::fitness;
 use super::image::{Pixels, Sides};
 use crate::model::load::ModelFiles;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::{ForwardError, LoadError, LoadSpec};
 
 /// The names of two tied tensors: the embeddings of tokens, and the matrix of the last layer.
@@ -114,7 +114,7 @@ impl BlipConfig {
 /// # Errors
 /// [`LoadError::Unsupported`] for any but f32.
 pub fn check_dtype(spec: &LoadSpec) -> Result<(), LoadError> {
-    if super::uniform_precision(spec)?.tensors == DType::F32 {
+    if super::uniform_formats(spec)?.tensors == DType::F32 {
         return Ok(());
     }
     let reason = format!("dtype is {:?}; candle-transformers computes BLIP in f32 only", spec.dtype.name());
@@ -150,7 +150,7 @@ impl Blip {
     ) -> Result<Self, LoadError> {
         check_dtype(spec)?;
         let load_on = |device: &Device| {
-            let weights = Weights::read(&files.weights()?, "", "", device, Precision::F32)?;
+            let weights = Weights::read(&files.weights()?, "", "", device, NumberFormats::F32)?;
             let mut tensors = weights.all()?;
             // Some files have the tied tensor only once, as the embeddings.
             if let Some(embeddings) = tensors.get(EMBEDDINGS).cloned() {

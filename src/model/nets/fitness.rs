@@ -13,7 +13,7 @@ pub fn needs_comparison(device: &Device, dtype: Dtype) -> bool {
 }
 
 /// Returns the largest accepted error of a vector, relative to its Euclidean norm. In f32, results differ by the order
-/// of sums; in half precision, by rounding in every layer. The results of a broken device differ by much more.
+/// of sums; in 16 bits, by rounding in every layer. The results of a broken device differ by much more.
 pub fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 1e-3,

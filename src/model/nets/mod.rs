@@ -19,7 +19,7 @@ pub mod whisper;
 use candle_core::DType;
 
 use self::fitness::needs_comparison;
-use super::load::weights::Precision;
+use super::load::weights::NumberFormats;
 use super::ops::NumberFormat;
 use super::{Dtype, LoadError, LoadSpec};
 
@@ -34,18 +34,18 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
     names
 }
 
-/// The number format in which a network of linear layers computes on its device. On a CPU, bf16 and int8 are only for
+/// The number formats in which a network of linear layers computes on its device. On a CPU, bf16 and int8 are only for
 /// the matrices, and all other numbers are f32.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a number format that the device does not have.
-pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
-    let with_matrices = |matrices| Precision { matrices, ..Precision::F32 };
+pub fn number_formats(spec: &LoadSpec) -> Result<NumberFormats, LoadError> {
+    let with_matrices = |matrices| NumberFormats { matrices, ..NumberFormats::F32 };
     let on_cpu = spec.device == "cpu";
     match spec.dtype {
         Dtype::Bf16 if on_cpu => Ok(with_matrices(NumberFormat::Bf16)),
         Dtype::Int8 if on_cpu => Ok(with_matrices(NumberFormat::Bits8)),
-        _ => uniform_precision(spec),
+        _ => uniform_formats(spec),
     }
 }
 
@@ -54,7 +54,7 @@ pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
 /// # Errors
 /// [`LoadError::Unsupported`] for a width that the groups of numbers with a common scale do not divide.
 pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), LoadError> {
-    let group = precision(spec)?.matrices.group();
+    let group = number_formats(spec)?.matrices.group();
     let Some((name, width)) = widths.iter().find(|(_, width)| !width.is_multiple_of(group)) else {
         return Ok(());
     };
@@ -70,7 +70,7 @@ pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), Loa
 /// # Errors
 /// [`LoadError::Unsupported`] for a number format that only the matrices of linear layers can have, and for one that
 /// `auto` chose on a CPU that would be slower than f32.
-pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
+pub fn uniform_formats(spec: &LoadSpec) -> Result<NumberFormats, LoadError> {
     if spec.is_dtype_auto && spec.device == "cpu" && spec.dtype != Dtype::F32 {
         let reason =
             "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there".to_owned();
@@ -85,5 +85,5 @@ pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
     };
-    Ok(Precision { tensors, ..Precision::F32 })
+    Ok(NumberFormats { tensors, ..NumberFormats::F32 })
 }

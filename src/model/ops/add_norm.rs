@@ -21,7 +21,7 @@ impl NormParams {
     /// # Errors
     /// Their shapes differ.
     pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
-        // Half precision has too few digits for a variance.
+        // 16 bits have too few digits for a variance.
         let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
         let host = Norm { rows: rows.flatten_all()?.to_vec1()?, eps, is_centred: true };
         Ok(Self { rows, host })

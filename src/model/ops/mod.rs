@@ -1,5 +1,5 @@
 //! The operations of networks on candle's tensors. On a CPU in f32 they use the kernels of `crates/kernels`, and on a
-//! GPU the kernels of `gpu`. In half precision on a CPU, for sizes without a kernel, and as a reference for tests, they
+//! GPU the kernels of `gpu`. In 16 bits on a CPU, for sizes without a kernel, and as a reference for tests, they
 //! are composed of candle's operations.
 
 mod activation;

@@ -15,7 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use self::traced::write_batch_span;
 use super::Control;
 use crate::broker::Acker;
-use crate::engine::{EndedPass, Observer};
+use crate::engine::{EndedPass, Observer, ReservedTokens};
 use crate::protocol::control::{Event, TaskName, encode};
 use crate::protocol::stats::{Stats, WorkerState};
 use crate::shutdown::{Phase, Stop};
@@ -241,8 +241,8 @@ impl Observer for DeviceReport {
             let (inputs, tokens) = (pass.pass.size, pass.pass.tokens);
             self.counters.count(|stats| {
                 stats.observe_batch(inputs, tokens, pass.took.as_secs_f64());
-                if let Some((reserved, most)) = pass.reserved {
-                    (stats.now.kv_reserved, stats.now.kv_tokens) = (reserved as u64, most as u64);
+                if let Some(ReservedTokens { now, max }) = pass.reserved {
+                    (stats.now.kv_reserved, stats.now.kv_tokens) = (now as u64, max as u64);
                 }
             });
         }

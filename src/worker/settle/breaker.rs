@@ -2,9 +2,9 @@
 //! queue are computed. Owns the breakers of this worker. Does no I/O.
 //!
 //! - Open: no task is computed. A waiting reply was refused; or replies wait unanswered, and the queue has accepted
-//!   nothing for [`STALLED_AFTER`]; or none waits, and the last one stopped waiting less than [`PROBE_INTERVAL`] ago.
+//!   nothing for [`STALLED_AFTER`]; or none waits, and the last one stopped waiting less than [`TRIAL_INTERVAL`] ago.
 //! - Slow: all tasks are computed. Replies wait unanswered, but the queue accepted a message within [`STALLED_AFTER`].
-//! - Half open, in all other cases: one task at a time is computed, as a probe. The first message that the queue
+//! - Half open, in all other cases: one task at a time is computed, as a trial. The first message that the queue
 //!   accepts while no reply waits closes the breaker.
 
 use std::collections::HashMap;
@@ -19,8 +19,8 @@ use super::STALLED_AFTER;
 /// be bounded. Tasks of a forgotten queue are computed. A queue for which a reply waits is never forgotten: the worker's
 /// prefetch bounds the number of these.
 const MAX_QUEUES: usize = 1_024;
-/// How long after the last reply stopped waiting the next task is computed, as a probe.
-const PROBE_INTERVAL: Duration = Duration::from_secs(5);
+/// How long after the last reply stopped waiting the next task is computed, as a trial.
+const TRIAL_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a queue is remembered after the last reply has stopped waiting for it.
 const REMEMBERED_FOR: Duration = Duration::from_secs(60);
 
@@ -34,7 +34,7 @@ struct Breaker {
     /// The number of computed replies that wait without any answer from the broker.
     unanswered: usize,
     /// A task is being computed in order to try the queue.
-    is_probed: bool,
+    is_on_trial: bool,
     /// When the queue last accepted a message. None: not since this breaker was created.
     accepted_at: Option<Instant>,
     /// When a reply last stopped waiting for the queue; at first, when the first one began to.
@@ -48,11 +48,11 @@ impl Breaker {
         let accepts_nothing = || self.accepted_at.is_none_or(|at| now >= at + STALLED_AFTER);
         self.refused > 0
             || self.unanswered > 0 && accepts_nothing()
-            || self.refused + self.unanswered == 0 && now < self.wait_ended + PROBE_INTERVAL
+            || self.refused + self.unanswered == 0 && now < self.wait_ended + TRIAL_INTERVAL
     }
 
     fn is_idle(&self) -> bool {
-        self.refused + self.unanswered == 0 && !self.is_probed
+        self.refused + self.unanswered == 0 && !self.is_on_trial
     }
 }
 
@@ -60,24 +60,24 @@ impl Breaker {
 pub(in crate::worker) enum Admission<'a> {
     /// It is computed.
     Compute,
-    /// It is computed as a probe. Until the probe is dropped, no other task with this reply queue is computed.
-    Probe(Probe<'a>),
-    /// It is put off: another task is being computed as a probe.
-    Probed,
+    /// It is computed as a trial. Until the trial is dropped, no other task with this reply queue is computed.
+    Trial(Trial<'a>),
+    /// It is put off: another task is being computed as a trial.
+    OnTrial,
     /// It is put off: the queue accepts nothing now.
     Refused,
 }
 
 /// While this exists, its task tries the queue.
-pub(in crate::worker) struct Probe<'a> {
+pub(in crate::worker) struct Trial<'a> {
     breakers: &'a Breakers,
     queue: String,
 }
 
-impl Drop for Probe<'_> {
+impl Drop for Trial<'_> {
     fn drop(&mut self) {
         if let Some(breaker) = self.breakers.0.lock().get_mut(&self.queue) {
-            breaker.is_probed = false;
+            breaker.is_on_trial = false;
         }
     }
 }
@@ -109,11 +109,11 @@ impl Breakers {
         if breaker.refused + breaker.unanswered > 0 {
             return Admission::Compute;
         }
-        if breaker.is_probed {
-            return Admission::Probed;
+        if breaker.is_on_trial {
+            return Admission::OnTrial;
         }
-        breaker.is_probed = true;
-        Admission::Probe(Probe { breakers: self, queue: queue.to_owned() })
+        breaker.is_on_trial = true;
+        Admission::Trial(Trial { breakers: self, queue: queue.to_owned() })
     }
 
     /// Records that a computed reply waits until the returned value is dropped. The broker has refused the reply
@@ -129,7 +129,7 @@ impl Breakers {
             }
         }
         let new =
-            || Breaker { refused: 0, unanswered: 0, is_probed: false, accepted_at: None, wait_ended: now };
+            || Breaker { refused: 0, unanswered: 0, is_on_trial: false, accepted_at: None, wait_ended: now };
         let breaker = all.entry(queue.to_owned()).or_insert_with(new);
         let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
         *count += 1;
@@ -162,8 +162,8 @@ mod tests {
     fn name(admission: &Admission<'_>) -> &'static str {
         match admission {
             Admission::Compute => "compute",
-            Admission::Probe(_) => "probe",
-            Admission::Probed => "probed",
+            Admission::Trial(_) => "trial",
+            Admission::OnTrial => "on trial",
             Admission::Refused => "refused",
         }
     }
@@ -189,15 +189,15 @@ mod tests {
         assert_eq!(admitted("full"), "compute", "the queue is unknown so far");
         let waiting = [(); 2].map(|()| breakers.wait("full", true, Instant::now()));
         assert_eq!((admitted("full"), admitted("other")), ("refused", "compute"));
-        tokio::time::advance(PROBE_INTERVAL).await;
+        tokio::time::advance(TRIAL_INTERVAL).await;
         assert_eq!(admitted("full"), "refused");
         drop(waiting);
         assert_eq!(admitted("full"), "refused", "it was refused a moment ago");
-        tokio::time::advance(PROBE_INTERVAL).await;
-        let probe = breakers.admit("full", Instant::now());
-        assert_eq!((name(&probe), admitted("full")), ("probe", "probed"));
-        drop(probe);
-        assert_eq!(admitted("full"), "probe", "the first probe was dropped without a result");
+        tokio::time::advance(TRIAL_INTERVAL).await;
+        let trial = breakers.admit("full", Instant::now());
+        assert_eq!((name(&trial), admitted("full")), ("trial", "on trial"));
+        drop(trial);
+        assert_eq!(admitted("full"), "trial", "the first trial was dropped without a result");
         breakers.record_accepted("full", Instant::now());
         assert_eq!(admitted("full"), "compute");
     }

@@ -32,7 +32,7 @@ use self::breaker::Admission;
 use self::counting::Answered;
 use self::follow::{DeadLettering, Next, Publication, PublishOutcome, Reply, next_step};
 use self::outcome::{Disposition, Tries, disposition, longest_delay};
-use self::publishing::{Destination, Owner};
+use self::publishing::{Destination, QueueOwner};
 use super::WorkerError;
 use super::report::{Counters, Traced};
 use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
@@ -43,7 +43,7 @@ use crate::protocol::reply::reply;
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
-pub(super) use self::breaker::{Breakers, Probe};
+pub(super) use self::breaker::{Breakers, Trial};
 pub(super) use self::error_log::ErrorLog;
 pub(super) use self::outcome::{Outcome, ReplyQueueBlocked, WaitsFor};
 pub(super) use self::parts::{Parts, PartsAnswered};
@@ -53,8 +53,8 @@ pub(super) use self::stalled::Stalled;
 const STALLED_AFTER: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
 const MIN_PUBLISH_TIME: Duration = Duration::from_secs(1);
-/// How long a task with no time left may wait for the probe of its reply queue.
-const PROBE_TIME: Duration = Duration::from_secs(5);
+/// How long a task with no time left may wait for the trial of its reply queue.
+const TRIAL_TIME: Duration = Duration::from_secs(5);
 /// How long finished results are still published once the worker hands tasks back.
 const PUBLISH_GRACE: Duration = Duration::from_secs(4);
 /// How often a waiting publish checks whether the broker accepts messages.
@@ -182,13 +182,13 @@ impl Queues {
 }
 
 impl Settlement {
-    /// Decides whether a task is computed now. With a probe, the task tries its reply queue for as long as the probe
+    /// Decides whether a task is computed now. With a trial, the task tries its reply queue for as long as the trial
     /// exists. Tasks of the short form `background_queue` are always computed, because they would return through the task
     /// queue.
     ///
     /// # Errors
     /// [`ReplyQueueBlocked`]: the task is to be put off, because its reply queue accepts nothing.
-    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, ReplyQueueBlocked> {
+    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Trial<'_>>, ReplyQueueBlocked> {
         let Some(queue) =
             self.queues.for_reply(&accepted.task).filter(|queue| !self.is_pool_reply_queue(queue))
         else {
@@ -197,18 +197,18 @@ impl Settlement {
         if self.queues.tasks[accepted.delivery.source].returns_to_first {
             return Ok(None);
         }
-        let blocked = |is_probed: bool| {
+        let blocked = |is_on_trial: bool| {
             let time_left = self.time_to_wait(accepted);
             // The header with the time of the first put-off comes with the message, so a requester can set it. Without
-            // this limit, a task with an old time would be put off again and again for as long as the probe takes.
-            let may_wait_for_probe = is_probed
-                && self.time_since_first_put_off(accepted) < self.queue_timeouts.requester + PROBE_TIME;
-            ReplyQueueBlocked { queue: queue.to_owned(), time_left, may_wait_for_probe }
+            // this limit, a task with an old time would be put off again and again for as long as the trial takes.
+            let may_wait_for_trial = is_on_trial
+                && self.time_since_first_put_off(accepted) < self.queue_timeouts.requester + TRIAL_TIME;
+            ReplyQueueBlocked { queue: queue.to_owned(), time_left, may_wait_for_trial }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
             Admission::Compute => Ok(None),
-            Admission::Probe(probe) => Ok(Some(probe)),
-            Admission::Probed => Err(blocked(true)),
+            Admission::Trial(trial) => Ok(Some(trial)),
+            Admission::OnTrial => Err(blocked(true)),
             Admission::Refused => Err(blocked(false)),
         }
     }
@@ -322,7 +322,7 @@ impl Settlement {
         let message =
             Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline, SystemTime::now())));
         let queue = self.queues.returns_to(accepted.delivery.source);
-        let to = Destination { queue, delay: Some(delay), owner: Owner::Pool };
+        let to = Destination { queue, delay: Some(delay), owner: QueueOwner::Pool };
         let sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Confirmed {
             accepted.traced.retried(error);
@@ -354,7 +354,7 @@ impl Settlement {
         let since = waits_for_queue.then(|| task.put_off_since(now));
         let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline, now)));
         let queue = self.queues.returns_to(accepted.delivery.source);
-        let to = Destination { queue, delay: Some(delay), owner: Owner::Pool };
+        let to = Destination { queue, delay: Some(delay), owner: QueueOwner::Pool };
         let mut sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
             sent = self.publish_in_time(accepted, to, &message).await?;
@@ -437,7 +437,7 @@ impl Settlement {
         dead_lettering: DeadLettering,
     ) -> Result<Next, WorkerError> {
         let (task, attempt) = (&accepted.task, accepted.attempt());
-        let owner = if self.is_pool_reply_queue(queue) { Owner::Pool } else { Owner::Requester };
+        let owner = if self.is_pool_reply_queue(queue) { QueueOwner::Pool } else { QueueOwner::Requester };
         let error = body.as_ref().err().copied();
         accepted.traced.answered(error);
         let message = accepted.traced.propagate_in(reply(task, body, timings, &self.worker_info, attempt));
@@ -459,12 +459,13 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         mut reply: Reply<'_>,
-        owner: Owner,
+        owner: QueueOwner,
         message: Message,
     ) -> Result<Next, WorkerError> {
         let to = Destination { queue: reply.queue, delay: None, owner };
         let sent = self.publish_in_time(accepted, to, &Arc::new(message)).await?;
-        if owner == Owner::Requester && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
+        if owner == QueueOwner::Requester
+            && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
         {
             self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }

@@ -40,9 +40,9 @@ pub(in crate::worker) struct ReplyQueueBlocked {
     pub(in crate::worker) queue: String,
     /// How long the task may still wait for the queue.
     pub(in crate::worker) time_left: Duration,
-    /// Another task is being computed as a probe: its reply shows whether the queue accepts messages again. This task
+    /// Another task is being computed as a trial: its reply shows whether the queue accepts messages again. This task
     /// may wait for the result, even if `time_left` is zero.
-    pub(in crate::worker) may_wait_for_probe: bool,
+    pub(in crate::worker) may_wait_for_trial: bool,
 }
 
 impl From<TaskError> for Outcome {
@@ -148,12 +148,12 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
 }
 
 /// Puts the task off to a retry queue while it has time to wait. With no time left, it is put off with the shortest
-/// delay if it may wait for a probe; otherwise it becomes a dead letter.
+/// delay if it may wait for a trial; otherwise it becomes a dead letter.
 fn put_off_or_dead_letter(blocked: ReplyQueueBlocked, tries: Tries<'_>) -> Disposition {
-    let ReplyQueueBlocked { queue, time_left, may_wait_for_probe } = blocked;
+    let ReplyQueueBlocked { queue, time_left, may_wait_for_trial } = blocked;
     match longest_delay(tries.retry, time_left, tries.jitter) {
         Some(delay) => Disposition::PutOff(delay, WaitsFor::ReplyQueue),
-        None if may_wait_for_probe => Disposition::PutOff(shortest_delay(tries), WaitsFor::ReplyQueue),
+        None if may_wait_for_trial => Disposition::PutOff(shortest_delay(tries), WaitsFor::ReplyQueue),
         None => {
             let message = format!(
                 "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
@@ -237,10 +237,10 @@ mod tests {
         }
     }
 
-    fn blocked(left: u64, may_wait_for_probe: bool) -> Disposition {
+    fn blocked(left: u64, may_wait_for_trial: bool) -> Disposition {
         let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
         let time_left = Duration::from_secs(left);
-        let blocked = ReplyQueueBlocked { queue: "q".into(), time_left, may_wait_for_probe };
+        let blocked = ReplyQueueBlocked { queue: "q".into(), time_left, may_wait_for_trial };
         disposition(Outcome::ReplyQueueBlocked(blocked), tries)
     }
 

@@ -32,12 +32,12 @@ pub(super) struct Destination<'a> {
     pub(super) queue: &'a str,
     /// How long the message first waits in a retry queue. None: it goes directly to `queue`.
     pub(super) delay: Option<Delay>,
-    pub(super) owner: Owner,
+    pub(super) owner: QueueOwner,
 }
 
 /// Who owns the queue of a message. A queue of the pool may block the pool, a requester's queue only its own tasks.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Owner {
+pub(super) enum QueueOwner {
     Pool,
     Requester,
 }
@@ -63,9 +63,9 @@ impl Settlement {
         message: &Arc<Message>,
     ) -> Result<PublishOutcome, WorkerError> {
         let limit = match to.owner {
-            Owner::Pool => self.queue_timeouts.pool,
+            QueueOwner::Pool => self.queue_timeouts.pool,
             // The reply of a task that has waited before is tried at least once more.
-            Owner::Requester => self
+            QueueOwner::Requester => self
                 .time_to_wait(accepted)
                 .max(STALLED_AFTER + MIN_PUBLISH_TIME)
                 .min(self.queue_timeouts.requester),
@@ -121,7 +121,7 @@ impl Settlement {
         let timed_out = || {
             PublishOutcome::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"))
         };
-        if to.owner == Owner::Pool {
+        if to.owner == QueueOwner::Pool {
             self.broker_takes_messages_for(limit).await;
             return timed_out();
         }
@@ -215,7 +215,7 @@ impl Settlement {
         let mut waiting = None;
         loop {
             let message = Arc::new(dead_letter.clone());
-            let to = Destination { queue, delay: None, owner: Owner::Pool };
+            let to = Destination { queue, delay: None, owner: QueueOwner::Pool };
             let attempts = Attempts::default();
             let publish = self.publish(to, &message, &attempts);
             tokio::pin!(publish);

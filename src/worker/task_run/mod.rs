@@ -24,8 +24,8 @@ use std::time::{Duration, Instant, SystemTime};
 use super::cpu_pool::Pools;
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::prefetch::SharedPrefetch;
-use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement};
-use super::turns::Turns;
+use super::settle::{Accepted, Outcome, Parts, Trial, Settled, Settlement};
+use super::fair_turns::Turns;
 use super::{Reporter, Withdrawn, WorkerError};
 use crate::batching::{Group, QueueShare};
 use crate::broker::PerSource;
@@ -77,7 +77,7 @@ struct Run<'a> {
     membership: Option<Membership>,
     /// Set if the task is computed in order to try its reply queue, which accepted nothing before. Kept until the task is
     /// settled, when it is known whether the queue has accepted the reply.
-    probe: Option<Probe<'a>>,
+    trial: Option<Trial<'a>>,
     timings: Timings,
 }
 
@@ -94,8 +94,8 @@ impl Shared {
     ) -> Result<(), WorkerError> {
         let queue_us = micros(accepted.task.time_in_queue(SystemTime::now()));
         let timings = Timings { queue_us, ..Timings::default() };
-        let (membership, probe) = (None, None);
-        let mut run = Run { shared: self, accepted, state, expected, membership, probe, timings };
+        let (membership, trial) = (None, None);
+        let mut run = Run { shared: self, accepted, state, expected, membership, trial, timings };
         run.isolate().await;
         let mut outcome = match run.refusal().or_else(|| run.try_reply_queue()) {
             Some(outcome) => outcome,
@@ -138,8 +138,8 @@ impl Run<'_> {
     fn try_reply_queue(&mut self) -> Option<Outcome> {
         let shared = self.shared;
         match shared.settlement.admit(&self.accepted) {
-            Ok(probe) => {
-                self.probe = probe;
+            Ok(trial) => {
+                self.trial = trial;
                 None
             }
             Err(blocked) => Some(Outcome::ReplyQueueBlocked(blocked)),

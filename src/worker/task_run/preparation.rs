@@ -10,7 +10,7 @@ use crate::engine::{InputSource, Prepared, PreparedJob, now};
 use crate::model::{Effort, Files};
 use crate::protocol::{Task, TaskError};
 use crate::worker::cpu_pool::CpuPool;
-use crate::worker::turns::{Turn, Turns};
+use crate::worker::fair_turns::{Turn, Turns};
 
 /// How often a waiting task checks whether it was cancelled or has expired.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);

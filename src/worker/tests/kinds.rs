@@ -58,7 +58,7 @@ async fn check(rig: &Rig, cases: Vec<Bad>, good: &Value, url: Option<&str>) {
 
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn each_bad_request_for_vectors_is_answered_by_name_and_the_same_worker_goes_on() {
-    let rig = start(&oneshot(embed::load), "tiny-bert-cls", |_| ());
+    let rig = start(&one_pass(embed::load), "tiny-bert-cls", |_| ());
     let undecodable =
         |body: &[u8], words| Bad { body: body.to_vec(), url: None, status: 400, param: None, words };
     let shape = |body: Value| undecodable(body.to_string().as_bytes(), "object");
@@ -93,7 +93,7 @@ async fn each_bad_request_for_vectors_is_answered_by_name_and_the_same_worker_go
 
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn a_cross_encoder_answers_both_urls_and_refuses_others() {
-    let rig = start(&oneshot(pairs::load), "score-bert", |_| ());
+    let rig = start(&one_pass(pairs::load), "score-bert", |_| ());
     let expected: Value =
         serde_json::from_slice(&fs::read(fixture("score-bert").join("expected.json")).unwrap()).unwrap();
     let side = |index: usize| {
@@ -127,7 +127,8 @@ async fn a_cross_encoder_answers_both_urls_and_refuses_others() {
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn a_task_of_500_documents_is_answered_once_and_holds_nobody_up() {
     // A batch takes eight inputs, so that the large task needs 63 batches of its own.
-    let rig = start(&oneshot(pairs::load), "score-bert", |assignment| assignment.pool.batch.max_requests = 8);
+    let rig =
+        start(&one_pass(pairs::load), "score-bert", |assignment| assignment.pool.batch.max_requests = 8);
     let documents: Vec<String> = (0..500).map(|n| format!("the tide carries message {n}")).collect();
     let giant = task("giant", "mine", &json!({"query": "which message?", "documents": documents}));
     let small = |n: usize| task(&n.to_string(), "mine", &json!({"query": "q", "documents": ["a queue"]}));
@@ -139,7 +140,7 @@ async fn a_task_of_500_documents_is_answered_once_and_holds_nobody_up() {
 
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn bad_images_are_refused_and_their_neighbours_answered() {
-    let rig = start(&oneshot(image::load), "tiny-vit", |_| ());
+    let rig = start(&one_pass(image::load), "tiny-vit", |_| ());
     let read = |name: &str| fs::read(fixture("images").join(name)).unwrap();
     let whole = read("rgb.jpg");
     let tasks = [

@@ -23,7 +23,7 @@ use tokio::task::JoinHandle;
 use super::*;
 use crate::broker::memory::{Memory, Settled, in_time};
 use crate::config;
-use crate::engine::{continuous, oneshot};
+use crate::engine::{continuous, one_pass};
 use crate::model::testing::{echo, script};
 use crate::protocol::control::decode;
 use crate::protocol::{Headers, Message, Properties};
@@ -72,7 +72,7 @@ impl Rig {
     /// Starts a worker of `model` over a queue in memory.
     fn start(model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
         let starter =
-            if model.starts_with(script::SCRIPT) { continuous(script::load) } else { oneshot(echo::load) };
+            if model.starts_with(script::SCRIPT) { continuous(script::load) } else { one_pass(echo::load) };
         Self::start_model(&starter, model, change)
     }
 

@@ -123,7 +123,7 @@ pub(super) fn start(change: impl FnOnce(&mut Assignment)) -> (Rig, Record) {
     let record = Record::default();
     let shared = record.clone();
     let starter =
-        oneshot(move |_: &LoadSpec, _: &Device| Ok((Windows(shared.clone()), Network(shared.clone()))));
+        one_pass(move |_: &LoadSpec, _: &Device| Ok((Windows(shared.clone()), Network(shared.clone()))));
     let rig = Rig::start_model(&starter, "windows", |assignment| {
         assignment.pool.batch.max_tokens = Some(2);
         change(assignment);

@@ -12,7 +12,7 @@ const NOBODY: &str = "0000000000000000";
 
 fn start(sample: f64) -> (Rig, Recorder) {
     let (traces, recorder) = traces(sample);
-    (Rig::start_traced(&oneshot(echo::load), "echo?faults", traces, |_| ()), recorder)
+    (Rig::start_traced(&one_pass(echo::load), "echo?faults", traces, |_| ()), recorder)
 }
 
 /// A task of the producer's trace, which is recorded or not.

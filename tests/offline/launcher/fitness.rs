@@ -11,7 +11,7 @@ use std::sync::Arc;
 use sconce::launcher::gpus::Gpus;
 use sconce::launcher::status_board::StatusBoard;
 use sconce::launcher::{Cuda, Host};
-use sconce::protocol::admin::Request;
+use sconce::protocol::admin::ControlRequest;
 use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::{Exit, Stop};
 use serde_json::Value;
@@ -211,7 +211,7 @@ async fn a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order() 
         until("another worker is started", || async {
             let state = board.read(|status| status.slots["embed/0"].report.state);
             if state == State::Quarantined {
-                handle.order(slot(), Request::Restart).await;
+                handle.order(slot(), ControlRequest::Restart).await;
             }
             (state == State::Ready).then_some(())
         })

@@ -1,6 +1,6 @@
 //! Orders to slots: what their workers are told, and what stays when these end.
 
-use sconce::protocol::admin::Request;
+use sconce::protocol::admin::ControlRequest;
 use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::Exit;
 use serde_json::Value;
@@ -18,11 +18,11 @@ async fn an_order_goes_to_the_slots_that_are_meant_and_to_no_other() {
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
         slot_is(&board, "embed/1", State::Ready).await;
-        let told = handle.order(slot(1), Request::Pause).await;
+        let told = handle.order(slot(1), ControlRequest::Pause).await;
         let [(slot, Ok(done))] = &told[..] else { panic!("{told:?}") };
         assert_eq!((slot.as_str(), done.what), ("embed/1", "pausing"));
-        assert_eq!(handle.order(Target::Host("other".into()), Request::Shutdown).await, []);
-        assert_eq!(handle.order(Target::Pool("embed".into()), Request::Resume).await.len(), 2);
+        assert_eq!(handle.order(Target::Host("other".into()), ControlRequest::Shutdown).await, []);
+        assert_eq!(handle.order(Target::Pool("embed".into()), ControlRequest::Resume).await.len(), 2);
         stage.wait_for_lines("trace-1", 2).await;
         stage.wait_for_lines("trace-0", 1).await;
         stage.drain();
@@ -43,7 +43,7 @@ async fn a_query_of_counts_is_answered_once_the_worker_has_reported_them() {
     let stage = Stage::new(1, &script);
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        assert!(handle.order(Target::All, Request::Stats).await[0].1.is_ok());
+        assert!(handle.order(Target::All, ControlRequest::Stats).await[0].1.is_ok());
         let tasks = board.read(|status| status.slots["embed/0"].report.stats.as_ref().unwrap().tasks());
         assert_eq!(tasks, 2);
         stage.drain();
@@ -74,7 +74,7 @@ async fn what_was_ordered_holds_for_the_worker_that_comes_after_a_death() {
     let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        for order in [Request::Pause, Request::LogLevel { filter: "debug".into() }] {
+        for order in [ControlRequest::Pause, ControlRequest::LogLevel { filter: "debug".into() }] {
             assert!(handle.order(Target::All, order).await[0].1.is_ok());
         }
         stage.wait_for_lines("trace-0", 2).await;
@@ -96,13 +96,13 @@ async fn a_drained_slot_stays_empty_until_resumed_and_the_launcher_stays_too() {
     let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Request::Drain).await;
+        handle.order(Target::All, ControlRequest::Drain).await;
         slot_is(&board, "embed/0", State::Stopped).await;
         assert_eq!(stage.lines("trace-0"), [r#"{"command":"finish"}"#]);
-        handle.order(Target::All, Request::Resume).await;
+        handle.order(Target::All, ControlRequest::Resume).await;
         slot_is(&board, "embed/0", State::Ready).await;
         assert_eq!(stage.lines("born-0").len(), 2);
-        handle.order(Target::All, Request::Shutdown).await;
+        handle.order(Target::All, ControlRequest::Shutdown).await;
     });
     assert_eq!(exit.await, Exit::Done);
     assert_eq!(stage.lines("born-0").len(), 2);
@@ -114,7 +114,7 @@ async fn a_worker_that_finishes_too_late_is_drained_then_aborted_then_killed() {
     stage.policy.shutdown_grace = std::time::Duration::from_millis(200);
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Request::Shutdown).await;
+        handle.order(Target::All, ControlRequest::Shutdown).await;
     });
     assert_eq!(exit.await, Exit::Done);
     let told = stage.lines("trace-0");
@@ -128,10 +128,10 @@ async fn a_slot_that_was_given_up_is_quarantined_until_it_is_restarted() {
     stage.policy.max_quick_failures = 1;
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Quarantined).await;
-        let refused = handle.order(slot(0), Request::Pause).await;
+        let refused = handle.order(slot(0), ControlRequest::Pause).await;
         assert!(refused[0].1.as_ref().is_err_and(|words| words.contains("restart")), "{refused:?}");
         std::fs::write(stage.path("mended"), "").unwrap();
-        handle.order(slot(0), Request::Restart).await;
+        handle.order(slot(0), ControlRequest::Restart).await;
         slot_is(&board, "embed/0", State::Ready).await;
         stage.drain();
     });
@@ -144,7 +144,7 @@ async fn restarts_are_counted_by_their_reason() {
     let exit = stage.run_asked(async |handle, board| {
         stage.wait_for_lines("born-0", 2).await;
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Request::Restart).await;
+        handle.order(Target::All, ControlRequest::Restart).await;
         stage.wait_for_lines("born-0", 3).await;
         slot_is(&board, "embed/0", State::Ready).await;
         stage.kill(0);
@@ -168,9 +168,9 @@ async fn a_resume_while_a_slot_drains_has_a_worker_started_behind_it() {
     let stage = Stage::new(1, &script);
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Request::Drain).await;
+        handle.order(Target::All, ControlRequest::Drain).await;
         slot_is(&board, "embed/0", State::Draining).await;
-        handle.order(Target::All, Request::Resume).await;
+        handle.order(Target::All, ControlRequest::Resume).await;
         std::fs::write(stage.path("on"), "").unwrap();
         stage.wait_for_lines("born-0", 2).await;
         slot_is(&board, "embed/0", State::Ready).await;

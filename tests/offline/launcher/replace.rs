@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sconce::config::{Assignment, Replace};
 use sconce::launcher::status_board::StatusBoard;
-use sconce::protocol::admin::Request;
+use sconce::protocol::admin::ControlRequest;
 use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::Exit;
 
@@ -263,7 +263,7 @@ async fn slots_that_settings_have_no_more_are_forgotten_and_may_come_again() {
             handle.reload(stage.assignments[..1].to_vec(), stage.policy.clone()).await.unwrap();
             let gone = || async { board.read(|status| status.slots.len() == 1).then_some(()) };
             until("embed/1 is forgotten", gone).await;
-            assert_eq!(handle.order(Target::All, Request::Resume).await.len(), 1);
+            assert_eq!(handle.order(Target::All, ControlRequest::Resume).await.len(), 1);
             handle.reload(stage.assignments.clone(), stage.policy.clone()).await.unwrap();
             all_ready(&board, 2).await;
         }

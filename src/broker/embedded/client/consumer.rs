@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 
 use super::socket::Incoming;
 use super::{Connection, SESSION, unreachable_queue};
-use crate::broker::embedded::wire::{Request, Response};
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, Source};
+use crate::broker::embedded::wire::{LauncherHead, WorkerHead};
+use crate::broker::{BrokerError, Consumer, ConsumerEvent, Delivery, DeliveryTag, Source};
 use crate::protocol::Message;
 
 /// One subscription over the shared connection.
@@ -32,9 +32,9 @@ impl SocketConsumer {
         prefetch: NonZeroU16,
     ) -> Result<Self, BrokerError> {
         let mut consumer = Self { connection, incoming, prefetch, ended: false };
-        consumer.connection.send(&Request::Consume { queue, prefetch }).await?;
+        consumer.connection.send(&WorkerHead::Consume { queue, prefetch }).await?;
         match consumer.incoming.recv().await {
-            Some(Ok((Response::Consuming, _))) => Ok(consumer),
+            Some(Ok((LauncherHead::Consuming, _))) => Ok(consumer),
             Some(Err(reason)) => {
                 Err(BrokerError::Refused { broker: consumer.connection.path.clone(), reason })
             }
@@ -44,12 +44,15 @@ impl SocketConsumer {
 }
 
 impl Consumer for SocketConsumer {
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
+    fn next(&mut self) -> BoxFuture<'_, Result<ConsumerEvent, BrokerError>> {
         async move {
             while !self.ended {
                 match self.incoming.recv().await {
-                    Some(Ok((Response::Deliver { tag, redelivered, delivery_count, properties }, body))) => {
-                        return Ok(Event::Delivery(Box::new(Delivery {
+                    Some(Ok((
+                        LauncherHead::Deliver { tag, redelivered, delivery_count, properties },
+                        body,
+                    ))) => {
+                        return Ok(ConsumerEvent::Delivery(Box::new(Delivery {
                             message: Message { properties: *properties, body },
                             delivery_tag: DeliveryTag { source: Source::FIRST, session: SESSION, tag },
                             routing_key: None,
@@ -57,13 +60,13 @@ impl Consumer for SocketConsumer {
                             delivery_count: Some(delivery_count),
                         })));
                     }
-                    Some(Ok((Response::Cancelled | Response::Left, _))) => self.ended = true,
+                    Some(Ok((LauncherHead::Cancelled | LauncherHead::Left, _))) => self.ended = true,
                     Some(Ok(_)) => {}
                     Some(Err(reason)) => return Err(unreachable_queue(&self.connection.path, &reason)),
                     None => return Err(self.connection.closed_error()),
                 }
             }
-            Ok(Event::End)
+            Ok(ConsumerEvent::End)
         }
         .boxed()
     }
@@ -72,7 +75,7 @@ impl Consumer for SocketConsumer {
         self.prefetch = prefetch;
         async move {
             // If this fails, `next` reports the error.
-            let _ = self.connection.send(&Request::Prefetch { prefetch }).await;
+            let _ = self.connection.send(&WorkerHead::Prefetch { prefetch }).await;
         }
         .boxed()
     }
@@ -84,7 +87,7 @@ impl Consumer for SocketConsumer {
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
         async move {
             // If this fails, `next` reports the error.
-            let _ = self.connection.send(&Request::Cancel).await;
+            let _ = self.connection.send(&WorkerHead::Cancel).await;
         }
         .boxed()
     }
@@ -95,12 +98,12 @@ impl Consumer for SocketConsumer {
                 return;
             }
             self.connection.consumer_closed.cancel();
-            if self.connection.send(&Request::Leave).await.is_err() {
+            if self.connection.send(&WorkerHead::Leave).await.is_err() {
                 return;
             }
             // Deliveries that arrive meanwhile are dropped: the launcher returns their messages to the queue.
             while let Some(answer) = self.incoming.recv().await {
-                if matches!(answer, Ok((Response::Left, _))) {
+                if matches!(answer, Ok((LauncherHead::Left, _))) {
                     break;
                 }
             }

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::consumer::SocketConsumer;
 use self::socket::{UnconfirmedPublishes, read_all, write_all};
-use super::wire::{Frame, Request, too_long};
+use super::wire::{Frame, WorkerHead, too_long};
 use crate::broker::{
     Acker, BrokerError, BrokerSession, Delay, DeliveryTag, PublishFuture, PublishResult, Published, Publisher,
 };
@@ -82,32 +82,32 @@ impl Connection {
         unreachable_queue(&self.path, "the connection is closed")
     }
 
-    fn frame(&self, request: &Request, body: Bytes) -> Result<Frame, BrokerError> {
-        Frame::new(request, body).map_err(|error| unreachable_queue(&self.path, &error.to_string()))
+    fn frame(&self, head: &WorkerHead, body: Bytes) -> Result<Frame, BrokerError> {
+        Frame::new(head, body).map_err(|error| unreachable_queue(&self.path, &error.to_string()))
     }
 
-    async fn send(&self, request: &Request) -> Result<(), BrokerError> {
-        let frame = self.frame(request, Bytes::new())?;
+    async fn send(&self, head: &WorkerHead) -> Result<(), BrokerError> {
+        let frame = self.frame(head, Bytes::new())?;
         if self.unconfirmed.closed.is_cancelled() {
             return Err(self.closed_error());
         }
         self.requests.send(frame).await.map_err(|_| self.closed_error())
     }
 
-    async fn settle(&self, delivery_tag: DeliveryTag, request: Request) -> bool {
+    async fn settle(&self, delivery_tag: DeliveryTag, head: WorkerHead) -> bool {
         delivery_tag.session == SESSION
             && !self.consumer_closed.is_cancelled()
-            && self.send(&request).await.is_ok()
+            && self.send(&head).await.is_ok()
     }
 }
 
 impl Acker for Connection {
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
-        self.settle(delivery_tag, Request::Ack { tag: delivery_tag.tag }).boxed()
+        self.settle(delivery_tag, WorkerHead::Ack { tag: delivery_tag.tag }).boxed()
     }
 
     fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
-        self.settle(delivery_tag, Request::Nack { tag: delivery_tag.tag }).boxed()
+        self.settle(delivery_tag, WorkerHead::Nack { tag: delivery_tag.tag }).boxed()
     }
 
     /// Does nothing: settlements and the close share one stream, which the launcher reads in order.
@@ -135,8 +135,8 @@ impl Connection {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let Message { properties, body } = Arc::unwrap_or_clone(message);
         let properties = Box::new(properties);
-        let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
-        let frame = self.frame(&request, body)?;
+        let head = WorkerHead::Publish { id, queue: queue.to_owned(), properties, delay };
+        let frame = self.frame(&head, body)?;
         // Room in the channel is reserved first, so that this future cannot be dropped between `add` and `send`.
         let permit = self.requests.reserve().await.map_err(|_| self.closed_error())?;
         let (answer, answered) = oneshot::channel();
@@ -159,7 +159,7 @@ impl Publisher for Connection {
 
     fn close(&self) -> BoxFuture<'_, ()> {
         async move {
-            if self.send(&Request::Close).await.is_ok() {
+            if self.send(&WorkerHead::Close).await.is_ok() {
                 self.unconfirmed.closed.cancelled().await;
             }
         }

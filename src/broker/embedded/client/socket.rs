@@ -14,7 +14,7 @@ use tokio_util::codec::FramedRead;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::Published;
-use crate::broker::embedded::wire::{FLUSH_AT, Frame, FrameCodec, Response, append};
+use crate::broker::embedded::wire::{FLUSH_AT, Frame, FrameCodec, LauncherHead, append};
 
 /// The publishes that wait for their confirms. Publishers add, the reader task removes and closes. The lock is
 /// held for map operations only. Bound: the publishes that callers wait for.
@@ -54,7 +54,7 @@ impl UnconfirmedPublishes {
 }
 
 /// An answer to the consumer, with the body of a delivery; or why the connection ends.
-pub(super) type Incoming = Result<(Response, Bytes), String>;
+pub(super) type Incoming = Result<(LauncherHead, Bytes), String>;
 
 /// Writes requests until all senders of `queued` are dropped or the socket fails.
 pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Receiver<Frame>) {
@@ -81,16 +81,16 @@ pub(super) async fn read_all(
     let mut frames = FramedRead::new(read, FrameCodec);
     while let Some(frame) = frames.next().await {
         let answer = match frame.and_then(|frame| Ok((frame.head()?, frame.body))) {
-            Ok((Response::Confirmed { id }, _)) => {
+            Ok((LauncherHead::Confirmed { id }, _)) => {
                 unconfirmed.answer(id, Published::Confirmed);
                 continue;
             }
-            Ok((Response::Unroutable { id }, _)) => {
+            Ok((LauncherHead::Unroutable { id }, _)) => {
                 unconfirmed.answer(id, Published::Unroutable);
                 continue;
             }
-            Ok((Response::Closed { reason: Some(reason) }, _)) => Err(reason),
-            Ok((Response::Closed { reason: None }, _)) => break,
+            Ok((LauncherHead::Closed { reason: Some(reason) }, _)) => Err(reason),
+            Ok((LauncherHead::Closed { reason: None }, _)) => break,
             other => other.map_err(|error| error.to_string()),
         };
         let last = answer.is_err();

@@ -10,7 +10,7 @@ use crate::client::fleet::Update;
 use crate::client::fleet::fixtures::{self, GPU, answer, pool, slot};
 use crate::protocol::admin::Answer;
 
-fn snapshot(start: Instant, second: u64, answers: Vec<Answer>) -> Update {
+fn snapshot(start: Instant, second: u64, answers: Vec<LauncherAnswer>) -> Update {
     Update::Snapshot(Box::new(fixtures::snapshot(start, second, answers)))
 }
 

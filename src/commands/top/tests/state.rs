@@ -10,7 +10,7 @@ use super::super::list::SORTS;
 use super::super::screen::{Action, Screen};
 use super::*;
 use crate::client::fleet::Order;
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{ControlRequest, Target};
 
 fn press(screen: &mut Screen, code: KeyCode) -> Option<Action> {
     screen.press(&Event::Key(KeyEvent::from(code)), Instant::now())
@@ -105,7 +105,7 @@ fn an_order_is_sent_only_after_y() {
     assert_eq!(screen.foot(start).unwrap(), "drain gpu1/embed/0? y/n");
     assert_eq!((press(&mut screen, KeyCode::Char('n')), screen.foot(start)), (None, None));
     type_text(&mut screen, "p");
-    let order = Order { target: Target::Slot("gpu1/embed/0".into()), request: Request::Pause };
+    let order = Order { target: Target::Slot("gpu1/embed/0".into()), request: ControlRequest::Pause };
     assert_eq!(press(&mut screen, KeyCode::Char('y')), Some(Action::Order(order)));
     screen.update(Update::Done("paused".into()), start);
     assert_eq!(screen.foot(start).as_deref(), Some("paused"));

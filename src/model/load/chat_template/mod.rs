@@ -277,7 +277,7 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// What the template does with a message of this role, as the first one or further behind.
+    /// What the template does with a message of this role. `is_first`: it is the first message.
     fn fate(&self, role: &str, is_first: bool) -> Fate {
         let message = |role, content| self.shown(role, content, None);
         let marked = message(role, MARK);

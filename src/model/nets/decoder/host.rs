@@ -168,9 +168,9 @@ pub(super) struct Layer {
 
 /// A feed-forward sublayer.
 pub(super) enum FeedForward {
-    /// Of one gated network.
+    /// It has one gated network.
     Dense(Box<Gated>),
-    /// Of several, of which each token is computed by some.
+    /// It has several gated networks (experts). Each token is computed by some of them.
     Experts {
         /// Gives each expert's score.
         router: Matrix,
@@ -542,15 +542,15 @@ pub(super) fn choose_experts(
     let chosen = rows.map(|(row, scores)| {
         choose_for_row(scores, experts).unwrap_or_else(|(expert, score)| {
             faults.entry(row).or_insert(RouterFault { layer, expert, score });
-            // So that the row's logits are not finite either.
+            // This makes the row's logits not finite, so that the fault is found.
             vec![(0, f32::NAN)]
         })
     });
     chosen.collect()
 }
 
-/// The experts of one row: the largest of the softmax of `scores`. Of equally likely experts those with lower numbers
-/// are chosen. The error is an expert whose score is NaN or infinite, with the score.
+/// The experts of one row: the largest of the softmax of `scores`. Among equally likely experts, those with lower
+/// numbers are chosen. The error is an expert whose score is NaN or infinite, with the score.
 fn choose_for_row(
     scores: &[f32],
     Experts { used, is_normalised, .. }: Experts,

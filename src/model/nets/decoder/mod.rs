@@ -14,7 +14,7 @@ pub mod rope;
 
 pub use host::{Decoder, RouterFaults, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
-pub use one_pass::{Formats, OnePassDecoder};
+pub use one_pass::{OnePassDecoder, ProductFormats};
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::packed_cache::PackedCache;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, NumberFormat, RowFormat};
@@ -148,7 +148,7 @@ mod parts {
 }
 
 /// Where a matrix is in the files: in these rows of a tensor.
-struct Place {
+struct MatrixLocation {
     /// The tensor's name.
     tensor: String,
     /// The tensor's shape. All dimensions but the last count its rows.
@@ -157,7 +157,7 @@ struct Place {
     first_row: usize,
 }
 
-impl Place {
+impl MatrixLocation {
     /// A name for the packed matrix.
     fn key(&self) -> String {
         let Self { tensor, shape, first_row } = self;
@@ -191,8 +191,8 @@ impl DecoderWeights {
         format: NumberFormat,
     ) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
-        let precision = Precision { matrices: format, ..Precision::F32 };
-        let read = |base| Weights::read(&paths, base, "embed_tokens.weight", &Device::Cpu, precision);
+        let formats = NumberFormats { matrices: format, ..NumberFormats::F32 };
+        let read = |base| Weights::read(&paths, base, "embed_tokens.weight", &Device::Cpu, formats);
         let mut tensors = read(BASES[0])?;
         for base in &BASES[1..] {
             if tensors.prefix().is_empty() {
@@ -373,8 +373,8 @@ impl DecoderWeights {
             let part = parts::EXPERTS[index];
             let [inputs, outputs] =
                 if index == 2 { [experts.inner, hidden] } else { [hidden, experts.inner] };
-            let place = match &self.files {
-                Files::Safetensors(tensors) => Place {
+            let location = match &self.files {
+                Files::Safetensors(tensors) => MatrixLocation {
                     tensor: format!(
                         "{}layers.{layer}.mlp.experts.{expert}.{}.weight",
                         tensors.prefix(),
@@ -383,14 +383,14 @@ impl DecoderWeights {
                     shape: vec![outputs, inputs],
                     first_row: 0,
                 },
-                Files::Gguf(_) => Place {
+                Files::Gguf(_) => MatrixLocation {
                     tensor: self.name(layer, part, "weight"),
                     shape: vec![experts.count, outputs, inputs],
                     first_row: expert * outputs,
                 },
             };
-            let matrix = self.matrix(&place, [inputs, outputs], |column| column)?;
-            Ok(Linear { key: place.key(), matrix, bias: None })
+            let matrix = self.matrix(&location, [inputs, outputs], |column| column)?;
+            Ok(Linear { key: location.key(), matrix, bias: None })
         };
         Ok([linear(0)?, linear(1)?, linear(2)?])
     }
@@ -420,20 +420,20 @@ impl DecoderWeights {
             false => None,
         };
         let tensor = self.name(layer, part, "weight");
-        let place = Place { tensor, shape: vec![rows, shape[0]], first_row: first };
-        let matrix = self.matrix(&place, shape, row)?;
-        Ok(Linear { key: place.key(), matrix, bias })
+        let location = MatrixLocation { tensor, shape: vec![rows, shape[0]], first_row: first };
+        let matrix = self.matrix(&location, shape, row)?;
+        Ok(Linear { key: location.key(), matrix, bias })
     }
 
     /// Reads a matrix `[inputs, outputs]`, from the cache if it is there. `row` is as for [`Self::rows_of`].
     fn matrix(
         &self,
-        place: &Place,
+        location: &MatrixLocation,
         shape: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(&place.key(), shape));
-        let Place { tensor, shape: whole, first_row } = place;
+        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(&location.key(), shape));
+        let MatrixLocation { tensor, shape: whole, first_row } = location;
         let matrix = match (cached, &self.files) {
             (Some(matrix), _) => matrix,
             (None, Files::Safetensors(tensors)) => {
@@ -448,9 +448,9 @@ impl DecoderWeights {
 
     /// A matrix beside the layers, with its name for the cache.
     fn other_matrix(&self, tensor: String, [inputs, outputs]: [usize; 2]) -> Result<Linear, LoadError> {
-        let place = Place { tensor, shape: vec![outputs, inputs], first_row: 0 };
-        let matrix = self.matrix(&place, [inputs, outputs], |column| column)?;
-        Ok(Linear { key: place.tensor, matrix, bias: None })
+        let location = MatrixLocation { tensor, shape: vec![outputs, inputs], first_row: 0 };
+        let matrix = self.matrix(&location, [inputs, outputs], |column| column)?;
+        Ok(Linear { key: location.tensor, matrix, bias: None })
     }
 
     /// The token embeddings `[hidden, vocabulary]`.
@@ -486,9 +486,12 @@ impl DecoderWeights {
         };
         let mut rows = vec![0.0; ids.len() * hidden];
         for (id, row) in ids.iter().zip(rows.chunks_exact_mut(hidden)) {
-            let place =
-                Place { tensor: tensor.clone(), shape: vec![vocabulary, hidden], first_row: *id as usize };
-            self.matrix(&place, [hidden, 1], |column| column)?.column(0, row);
+            let location = MatrixLocation {
+                tensor: tensor.clone(),
+                shape: vec![vocabulary, hidden],
+                first_row: *id as usize,
+            };
+            self.matrix(&location, [hidden, 1], |column| column)?.column(0, row);
         }
         Ok(rows)
     }

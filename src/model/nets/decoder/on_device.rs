@@ -16,7 +16,7 @@ use super::config::{DecoderConfig, LayerConfig};
 use super::host::{FeedForward, Gated, Linear, RouterFaults, choose_experts};
 use super::{DecoderWeights, KNOWN_TOKENS, host, known_ids};
 use crate::model::nets::cached_attention::{Group, Packed, Reach, indices, linear, token_slot};
-use crate::model::nets::{fitness, uniform_precision};
+use crate::model::nets::{fitness, uniform_formats};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, KvNumbers};
 use crate::model::ops::{Activation, Matrix, Rotary, cos_sin};
@@ -147,7 +147,7 @@ impl DeviceDecoder {
             true => decoder.token_embeddings.clone(),
             false => {
                 let head = weights.head([config.hidden, config.vocabulary])?;
-                Upload { spec, device, dtype: uniform_precision(spec)?.tensors }.matrix(&head.matrix)?
+                Upload { spec, device, dtype: uniform_formats(spec)?.tensors }.matrix(&head.matrix)?
             }
         });
         Ok(decoder)
@@ -189,7 +189,7 @@ impl DeviceDecoder {
                 ),
             });
         }
-        let upload = Upload { spec, device, dtype: uniform_precision(spec)?.tensors };
+        let upload = Upload { spec, device, dtype: uniform_formats(spec)?.tensors };
         let token_embeddings = upload.matrix(&weights.token_embeddings([hidden, vocabulary])?.matrix)?;
         let kv_layers = if shares_kv { 1 } else { config.layers.len() };
         let new_kv = || upload.kv(config, slots, kv_sizes.numbers, kv_layers);

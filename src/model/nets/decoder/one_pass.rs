@@ -13,7 +13,7 @@ use super::config::DecoderConfig;
 use super::host::{AttendRows, Buffers, Layers, Qkv, Rows, on_one_of_rayons_threads, put};
 use super::{DecoderWeights, DeviceDecoder, KvSizes};
 use crate::model::load::ModelFiles;
-use crate::model::nets::precision;
+use crate::model::nets::number_formats;
 use crate::model::ops::causal::{Scoring, Span, attend, attend_both_ways};
 use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use crate::model::ops::{Bf16Products, NumberFormat, RowFormat, bf16_products, in_parallel, may_use_int16};
@@ -32,12 +32,12 @@ const DEVICE_BLOCKS: usize = 256;
 
 /// The number formats of matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Formats {
+pub struct ProductFormats {
     matrices: NumberFormat,
     rows: RowFormat,
 }
 
-impl Formats {
+impl ProductFormats {
     /// The reference formats, with which others are compared. Matrices that the files have in bf16 stay in bf16.
     pub const F32: Self = Self { matrices: NumberFormat::F32, rows: RowFormat::F32 };
 
@@ -52,7 +52,7 @@ impl Formats {
                 "dtype is \"f16\"; on a CPU a decoder computes texts in f32, bf16 or int8".to_owned();
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
-        let matrices = precision(spec)?.matrices;
+        let matrices = number_formats(spec)?.matrices;
         let products = bf16_products(spec.cpu_features);
         let rows = match matrices {
             NumberFormat::F32 => RowFormat::F32,
@@ -120,7 +120,7 @@ impl OnePassDecoder {
         device: &Device,
         files: &ModelFiles,
         config: &DecoderConfig,
-        formats: Formats,
+        formats: ProductFormats,
         max_tokens: usize,
     ) -> Result<Self, LoadError> {
         let mut scaled = config.rotations.iter().filter_map(|rotation| rotation.long.as_ref());
@@ -170,7 +170,7 @@ impl HostTexts {
         spec: &LoadSpec,
         files: &ModelFiles,
         config: &DecoderConfig,
-        formats: Formats,
+        formats: ProductFormats,
         max_tokens: usize,
     ) -> Result<Self, LoadError> {
         let mut weights = DecoderWeights::from_safetensors(files, config, formats.matrices)?;
@@ -408,7 +408,7 @@ mod tests {
                 pool.install(|| {
                     let (spec, files, config) = fixture(name);
                     let decoder =
-                        OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, Formats::F32, 128);
+                        OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, ProductFormats::F32, 128);
                     compute(&mut decoder.unwrap())
                 })
             };
@@ -439,7 +439,7 @@ mod tests {
             let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
             let all = |text: &[u32]| 0..text.len();
             let mut host =
-                OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, Formats::F32, 128).unwrap();
+                OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, ProductFormats::F32, 128).unwrap();
             let expected = host.forward(&texts, all).unwrap();
             let found = DeviceTexts::load(&spec, &Device::Cpu, &files, &config, 128).unwrap();
             let found = OnePassDecoder::Device(found).forward(&texts, all).unwrap();
@@ -458,17 +458,18 @@ mod tests {
     #[test]
     fn another_number_format_is_refused_by_name() {
         let in_f16 = LoadSpec { dtype: Dtype::F16, ..LoadSpec::new("m") };
-        assert!(Formats::of(&in_f16).unwrap_err().to_string().contains("dtype is \"f16\""));
+        assert!(ProductFormats::of(&in_f16).unwrap_err().to_string().contains("dtype is \"f16\""));
         let on_gpu = LoadSpec { device: "cuda:0".into(), dtype: Dtype::Int8, ..LoadSpec::new("m") };
-        assert!(Formats::of(&on_gpu).unwrap_err().to_string().contains("dtype is \"int8\""));
-        assert_eq!(Formats::of(&LoadSpec::new("m")).unwrap(), Formats::F32);
+        assert!(ProductFormats::of(&on_gpu).unwrap_err().to_string().contains("dtype is \"int8\""));
+        assert_eq!(ProductFormats::of(&LoadSpec::new("m")).unwrap(), ProductFormats::F32);
     }
 
     #[test]
     fn rotations_that_depend_on_a_texts_length_are_refused() {
         let (spec, files, config) = fixture("generate-phi3");
-        let load =
-            |max_tokens| OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, Formats::F32, max_tokens);
+        let load = |max_tokens| {
+            OnePassDecoder::load(&spec, &Device::Cpu, &files, &config, ProductFormats::F32, max_tokens)
+        };
         assert!(load(128).is_ok());
         assert!(load(129).err().unwrap().to_string().contains("longrope"));
     }

@@ -206,7 +206,7 @@ fn gguf_fields(gguf: &Gguf, architecture: &Architecture) -> Result<Map<String, V
     if let (Windows::Never, Some(window)) = (architecture.windows, fields.get("sliding_window"))
         && !window.is_null()
     {
-        // So have OLMo 3's files, which have the name of OLMo 2.
+        // OLMo 3's files have a window, and name the architecture of OLMo 2.
         let name = architecture.gguf;
         return Err(gguf.fault(format!(
             "{name}.attention.sliding_window is {window}, and {name} is read without windows"

@@ -17,7 +17,7 @@ use candle_transformers::models::stable_diffusion::vae::AutoEncoderKL;
 use self::config::DiffusionConfig;
 use self::text::TextEncoder;
 use super::fitness;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::load::{ModelFiles, PIPELINE_WEIGHTS};
 use crate::model::random::Seed;
 use crate::model::{ForwardError, LoadError, LoadSpec};
@@ -90,8 +90,8 @@ impl Diffusion {
         config: &DiffusionConfig,
     ) -> Result<Self, LoadError> {
         let read = |part: &str, dtype: DType| {
-            let precision = Precision { tensors: dtype, ..Precision::F32 };
-            let weights = Weights::read(&files.weights_of(part)?, "", "", device, precision)?;
+            let formats = NumberFormats { tensors: dtype, ..NumberFormats::F32 };
+            let weights = Weights::read(&files.weights_of(part)?, "", "", device, formats)?;
             let builder = VarBuilder::from_tensors(weights.all()?, dtype, device);
             Ok::<_, LoadError>((weights, builder))
         };
@@ -228,7 +228,7 @@ const IMAGES_AT_ONCE: usize = 4;
 /// # Errors
 /// [`LoadError::Unsupported`] for a type in which the networks are wrong.
 pub fn check_dtype(spec: &LoadSpec) -> Result<DType, LoadError> {
-    let dtype = super::uniform_precision(spec)?.tensors;
+    let dtype = super::uniform_formats(spec)?.tensors;
     if dtype == DType::BF16 {
         let reason = "dtype is \"bf16\"; candle-transformers computes the timestep in the type of the latents, and bf16 \
                       has too few digits for it. Set f32 or f16"

@@ -3,14 +3,14 @@
 
 use serde::Deserialize;
 
-named! {
+named_enum! {
     /// How the latents of the next step follow from the network's results.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
     #[serde(rename_all = "lowercase")]
     pub enum SchedulerKind as name {
-        /// One step at a time.
+        /// Computes each step from the result of one step.
         Ddim => "ddim",
-        /// From the results of two steps, which needs fewer of them.
+        /// Computes each step from the results of two steps, and needs fewer steps.
         UniPc => "unipc",
     }
 }

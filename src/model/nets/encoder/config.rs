@@ -301,7 +301,7 @@ fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError
         for bias in ["attention_bias", "mlp_bias", "norm_bias", "classifier_bias"] {
             raw.only(bias, &false.into())?;
         }
-        // Of the heads for labels and for masked tokens.
+        // The heads for labels and for masked tokens have this activation.
         raw.only("classifier_activation", &"gelu".into())?;
         (raw.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(raw, layers)?)
     } else {

@@ -9,7 +9,7 @@ use super::{Body, Output, ScoreTokens, TextNetwork, fitness};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::TextTokenizer;
 use crate::model::nets::decoder::config::DecoderConfig;
-use crate::model::nets::decoder::{DecoderWeights, Formats, OnePassDecoder};
+use crate::model::nets::decoder::{DecoderWeights, OnePassDecoder, ProductFormats};
 use crate::model::nets::fitness::COMPARED_LAYERS;
 use crate::model::nets::needs_comparison;
 use crate::model::ops::NumberFormat;
@@ -28,7 +28,7 @@ pub(super) fn load(
     tokenizer: &TextTokenizer,
     output: &Output,
 ) -> Result<TextNetwork, LoadError> {
-    let formats = Formats::of(spec)?;
+    let formats = ProductFormats::of(spec)?;
     let pooling_by = |mode| Pooling { modes: vec![mode], normalize: false };
     let sentence_head: SentenceHead = match output {
         Output::Pooled(head) => head.clone(),
@@ -64,13 +64,19 @@ pub(super) fn load(
     let cpu = &Device::Cpu;
     if needs_comparison(device, spec.dtype) && device.is_cpu() && spec.is_dtype_auto {
         // All layers are computed, since errors grow from layer to layer.
-        fitness::compare(&mut network, build(cpu, config, Formats::F32)?, head.as_ref(), tokenizer, spec)?;
+        fitness::compare(
+            &mut network,
+            build(cpu, config, ProductFormats::F32)?,
+            head.as_ref(),
+            tokenizer,
+            spec,
+        )?;
     } else if needs_comparison(device, spec.dtype) {
         // The first layers are enough to show a device that computes wrongly, and the host may not have the memory for all.
         let mut first = config.clone();
         first.layers.truncate(COMPARED_LAYERS);
         let mut found = build(device, &first, formats)?;
-        fitness::compare(&mut found, build(cpu, &first, Formats::F32)?, None, tokenizer, spec)?;
+        fitness::compare(&mut found, build(cpu, &first, ProductFormats::F32)?, None, tokenizer, spec)?;
     }
     network.head = head;
     if matches!(output, Output::Tokens) {

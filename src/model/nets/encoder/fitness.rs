@@ -25,8 +25,9 @@ const SENTENCES: [&str; 12] = [
 ];
 
 /// Compares the vectors that `model` computes for the known texts with those of `reference`, the same network on a CPU
-/// in f32. Each computes all texts in one batch. If the precision is chosen and there is a head, further texts are pairs (each
-/// sentence with the next one, and with itself), and the scores that the head computes are compared, too.
+/// in f32. Each computes all texts in one batch. If the settings name no number format and there is a head, further
+/// texts are pairs (each sentence with the next one, and with itself), and the scores that the head computes are
+/// compared, too.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] with the first text that differs, or if the scores differ, [`LoadError::Device`] if the device
@@ -49,8 +50,8 @@ pub(super) fn compare(
     compare_vectors(&texts, found.into_iter().zip(expected), head, spec)
 }
 
-/// Compares the vectors of texts, each as the network computes it and as a CPU computes it in f32, and if the precision is
-/// chosen the scores that `head` computes from them.
+/// Compares the vectors of texts, each as the network computes it and as a CPU computes it in f32. If the settings name
+/// no number format, also compares the scores that `head` computes from them.
 fn compare_vectors(
     texts: &[Tokens],
     vectors: impl Iterator<Item = (Option<Vec<f32>>, Option<Vec<f32>>)>,
@@ -148,7 +149,7 @@ mod tests {
         load(&spec(folder, dtype), &Device::Cpu).unwrap()
     }
 
-    /// The largest error of the known texts in this precision.
+    /// The largest error of the known texts in these number formats.
     fn largest_error(folder: &Path, dtype: Dtype) -> f64 {
         let (processor, mut reference) = loaded(folder, Dtype::F32);
         let texts = known_texts(&processor.tokenizer);

@@ -30,7 +30,7 @@ use self::text_config::TextConfig;
 use super::decoder::OnePassDecoder;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::pooling::{Mode, Pooling};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
 
@@ -122,7 +122,7 @@ impl TextNetwork {
             }
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
-        let read = |device: &Device, precision| Weights::read(&paths, base, marker, device, precision);
+        let read = |device: &Device, formats| Weights::read(&paths, base, marker, device, formats);
         let build = |weights: &Weights| {
             Ok(Self {
                 #[cfg(feature = "cuda")]
@@ -130,7 +130,7 @@ impl TextNetwork {
                 ..Self::new(Body::Encoder(Box::new(Encoder::load(weights, config)?)), head.clone())
             })
         };
-        let weights = read(device, super::precision(spec)?)?;
+        let weights = read(device, super::number_formats(spec)?)?;
         let mut network = build(&weights)?;
         let head = match output {
             Output::Tokens | Output::Pooled(_) | Output::LogitScore(_) => None,
@@ -138,7 +138,7 @@ impl TextNetwork {
             Output::TokenLabels(labels) => Some(Head::of_tokens(&weights, config, *labels)?),
         };
         if super::needs_comparison(device, spec.dtype) {
-            let reference = build(&read(&Device::Cpu, Precision::F32)?)?;
+            let reference = build(&read(&Device::Cpu, NumberFormats::F32)?)?;
             fitness::compare(&mut network, reference, head.as_ref(), tokenizer, spec)?;
         }
         network.head = head;

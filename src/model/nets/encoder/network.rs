@@ -72,12 +72,12 @@ impl Projection {
 /// How the positions of a text's tokens are counted.
 #[derive(Clone, Copy)]
 enum Counting {
-    /// All are 0, since there are no position embeddings.
+    /// They are not counted, since there are no position embeddings: all are 0.
     None,
-    /// From 0.
+    /// They are counted from 0.
     FromZero,
-    /// From the number after this padding id. Tokens with that id, which a text can contain, get the id itself as their
-    /// position, and are not counted.
+    /// They are counted from the number after this padding id. Tokens with that id, which a text can contain, get the id
+    /// itself as their position, and are not counted.
     AfterPadding(u32),
 }
 

@@ -9,7 +9,7 @@ use candle_core::Device;
 use super::head::{Linear, Norm, gelu};
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
-use crate::model::load::weights::{self, Precision, Weights};
+use crate::model::load::weights::{self, NumberFormats, Weights};
 use crate::model::ops::Panels;
 use crate::model::ops::pooling::{Pooling, normalize};
 use crate::model::ops::probabilities::sigmoid;
@@ -144,7 +144,7 @@ fn read(files: &ModelFiles, stem: &str) -> Result<Weights, LoadError> {
     let paths = files.weights_of(stem)?;
     weights::check_finite(&paths)?;
     // The names of the tensors of a module have no prefix.
-    Weights::read(&paths, "", "", &Device::Cpu, Precision::F32)
+    Weights::read(&paths, "", "", &Device::Cpu, NumberFormats::F32)
 }
 
 #[cfg(test)]

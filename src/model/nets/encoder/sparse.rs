@@ -14,7 +14,7 @@ use super::config::{Family, NetworkConfig};
 use super::{Output, TextNetwork};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::nets::held::{Held, Share};
 use crate::model::ops::{Activation, Panels, activate, in_parallel, layer_norm, multiply_rows};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind};
@@ -330,7 +330,7 @@ impl SparseNetwork {
     ) -> Result<Self, LoadError> {
         let tokens = TextNetwork::load_encoder(spec, device, files, config, tokenizer, &Output::Tokens)?;
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
-        let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, Precision::F32)?;
+        let weights = Weights::read(&files.weights()?, base, marker, &Device::Cpu, NumberFormats::F32)?;
         let SparseHead { pooling, names, is_tied } = head;
         Ok(Self { tokens, head: MaskedHead::load(&weights, config, names, *is_tied)?, pooling: *pooling })
     }

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use super::config::{Family, NetworkConfig};
 use crate::model::load::ModelFiles;
 use crate::model::nets::check_widths;
-use crate::model::nets::decoder::Formats;
+use crate::model::nets::decoder::ProductFormats;
 use crate::model::nets::decoder::architectures::CONFIG_ARCHITECTURES;
 use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::{LoadError, LoadSpec};
@@ -92,7 +92,7 @@ impl TextConfig {
                 check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner)])
             }
             Self::Decoder(config) => {
-                Formats::of(spec)?;
+                ProductFormats::of(spec)?;
                 let heads = config.query_width();
                 check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner), ("heads'", heads)])
             }

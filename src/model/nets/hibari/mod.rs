@@ -12,7 +12,7 @@ use sconce_kernels::NumberFormat;
 use self::config::{DecoderSizes, HibariConfig, ProsodySizes, TextSizes};
 use super::block::{Block, Blocks, PreNorms, normed};
 use super::fitness;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::{
     Activation, AttentionWeights, ConvolutionBlock, Epilogue, FeedForward, InputWeights, NormParams,
     PositionTerms, SelfAttention, TimeConvolution,
@@ -80,7 +80,7 @@ impl Hibari {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
     /// number format that is not supported, [`LoadError::Unfit`] for a device that computes something else than a CPU.
     pub fn load(spec: &LoadSpec, device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
-        let Precision { tensors, matrices } = super::precision(spec)?;
+        let NumberFormats { tensors, matrices } = super::number_formats(spec)?;
         check_type(spec, tensors == DType::F32)?;
         let network = Self::read(device, config, path.clone(), matrices)?;
         if fitness::needs_comparison(device, spec.dtype) {
@@ -97,7 +97,7 @@ impl Hibari {
     /// every format gives the same durations; they take little time.
     fn read(device: &Device, config: &HibariConfig, path: PathBuf, format: NumberFormat) -> Loaded<Self> {
         // The names of the tensors have no common prefix.
-        let weights = Weights::read(&[path], "model", "m.head.bias", device, Precision::F32)?;
+        let weights = Weights::read(&[path], "model", "m.head.bias", device, NumberFormats::F32)?;
         let reader = Reader { weights: &weights, format: NumberFormat::F32 };
         let decoder = Reader { format, ..reader };
         Ok(Self {

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::fitness::{self, Compared};
 use crate::model::load::ModelFiles;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels, multiply_rows};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
 
@@ -70,12 +70,12 @@ pub fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Loaded<()> {
         let config: vit::Config = files.required_json("config.json")?;
         return super::check_widths(spec, &config.widths());
     }
-    precision(spec, &model_type).map(drop)
+    number_formats(spec, &model_type).map(drop)
 }
 
 /// In ViT the linear layers take nearly all the time and memory; in the other networks the convolutions do.
-fn precision(spec: &LoadSpec, model_type: &str) -> Loaded<Precision> {
-    if model_type == VIT { super::precision(spec) } else { super::uniform_precision(spec) }
+fn number_formats(spec: &LoadSpec, model_type: &str) -> Loaded<NumberFormats> {
+    if model_type == VIT { super::number_formats(spec) } else { super::uniform_formats(spec) }
 }
 
 impl ImageNetwork {
@@ -93,11 +93,11 @@ impl ImageNetwork {
         labels: usize,
     ) -> Loaded<Self> {
         let Kind { model_type } = files.required_json("config.json")?;
-        let precision = precision(spec, &model_type)?;
-        let mut network = Self::load_on(device, precision, files, spec, &model_type, sides, labels)?;
+        let formats = number_formats(spec, &model_type)?;
+        let mut network = Self::load_on(device, formats, files, spec, &model_type, sides, labels)?;
         if fitness::needs_comparison(device, spec.dtype) {
             let mut reference =
-                Self::load_on(&Device::Cpu, Precision::F32, files, spec, &model_type, sides, labels)?;
+                Self::load_on(&Device::Cpu, NumberFormats::F32, files, spec, &model_type, sides, labels)?;
             let known = sides.known();
             let numbers = |network: &mut Self| {
                 let output = network.forward(&[&known]).map_err(|error| fitness::failed(spec, &error))?;
@@ -111,7 +111,7 @@ impl ImageNetwork {
 
     fn load_on(
         device: &Device,
-        precision: Precision,
+        formats: NumberFormats,
         files: &ModelFiles,
         spec: &LoadSpec,
         model_type: &str,
@@ -119,7 +119,7 @@ impl ImageNetwork {
         labels: usize,
     ) -> Loaded<Self> {
         let paths = files.weights()?;
-        let read = |base, marker| Weights::read(&paths, base, marker, device, precision);
+        let read = |base, marker| Weights::read(&paths, base, marker, device, formats);
         let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let (backbone, weights, [name, bias], width): (Box<dyn Backbone>, _, _, _) = match model_type {
             "efficientnet_lite" => {
@@ -152,7 +152,7 @@ impl ImageNetwork {
             weights: Panels::new(&weights.values(name, &[labels, width])?, width),
             bias: weights.values(bias, &[labels])?,
         };
-        Ok(Self { backbone, labels, device: device.clone(), dtype: precision.tensors, sides })
+        Ok(Self { backbone, labels, device: device.clone(), dtype: formats.tensors, sides })
     }
 }
 

@@ -14,7 +14,7 @@ use super::fitness::{self, Compared};
 use super::image::Pixels;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::Tokens;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::nets::image::Sides;
 use crate::model::ops::pooling::normalize;
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
@@ -87,13 +87,13 @@ impl Clip {
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a `dtype` that the device does not have.
-pub fn check_dtype(spec: &LoadSpec) -> Loaded<Precision> {
-    let precision = super::uniform_precision(spec)?;
-    if spec.device == "cpu" && precision.tensors == DType::BF16 {
+pub fn check_dtype(spec: &LoadSpec) -> Loaded<NumberFormats> {
+    let formats = super::uniform_formats(spec)?;
+    if spec.device == "cpu" && formats.tensors == DType::BF16 {
         let reason = "dtype is \"bf16\"; Candle has no matrix product in bf16 on CPUs; use f32 or f16";
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
     }
-    Ok(precision)
+    Ok(formats)
 }
 
 impl TextImageNetwork {
@@ -109,10 +109,10 @@ impl TextImageNetwork {
         config: &TextImageConfig,
         pad: u32,
     ) -> Loaded<Self> {
-        let precision = check_dtype(spec)?;
-        let mut network = Self::load_on(device, precision, files, config, pad)?;
+        let formats = check_dtype(spec)?;
+        let mut network = Self::load_on(device, formats, files, config, pad)?;
         if fitness::needs_comparison(device, spec.dtype) {
-            let mut reference = Self::load_on(&Device::Cpu, Precision::F32, files, config, pad)?;
+            let mut reference = Self::load_on(&Device::Cpu, NumberFormats::F32, files, config, pad)?;
             let ids: Vec<u32> = (0..config.max_tokens.min(8) as u32).collect();
             let text = Tokens { second: ids.len(), ids, truncated: false, unpooled: 0 };
             let known =
@@ -133,13 +133,13 @@ impl TextImageNetwork {
 
     fn load_on(
         device: &Device,
-        precision: Precision,
+        formats: NumberFormats,
         files: &ModelFiles,
         config: &TextImageConfig,
         pad: u32,
     ) -> Loaded<Self> {
-        let weights = Weights::read(&files.weights()?, "", "logit_scale", device, precision)?;
-        let builder = VarBuilder::from_tensors(weights.all()?, precision.tensors, device);
+        let weights = Weights::read(&files.weights()?, "", "logit_scale", device, formats)?;
+        let builder = VarBuilder::from_tensors(weights.all()?, formats.tensors, device);
         if let NetworkConfig::Clip(sizes) = &config.network {
             // candle-transformers fills a missing class embedding with random numbers.
             weights.get("vision_model.embeddings.class_embedding", &[sizes.vision_config.embed_dim])?;
@@ -157,7 +157,7 @@ impl TextImageNetwork {
         Ok(Self {
             network,
             device: device.clone(),
-            dtype: precision.tensors,
+            dtype: formats.tensors,
             sides: config.sides,
             // CLIP's attention over texts is causal, so that the padding after a text does not change its vector.
             pad: if config.pads_texts() { pad } else { 0 },

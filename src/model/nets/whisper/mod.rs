@@ -14,9 +14,9 @@ pub use on_device::DeviceWhisper;
 use candle_core::{DType, Device};
 
 use self::config::{Layers, WhisperConfig};
-use super::{fitness, uniform_precision};
+use super::{fitness, uniform_formats};
 use crate::model::load::ModelFiles;
-use crate::model::load::weights::{Precision, Weights};
+use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::{Matrix, layer_norm};
 use crate::model::sound::features::FRAMES;
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
@@ -195,12 +195,12 @@ impl HostWhisper {
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] if Whisper of these sizes cannot have it on this device.
-pub fn check_dtype(spec: &LoadSpec, config: &WhisperConfig) -> Result<Precision, LoadError> {
+pub fn check_dtype(spec: &LoadSpec, config: &WhisperConfig) -> Result<NumberFormats, LoadError> {
     if spec.device != "cpu" {
-        return uniform_precision(spec);
+        return uniform_formats(spec);
     }
-    let precision = super::precision(spec)?;
-    if precision.tensors != DType::F32 {
+    let formats = super::number_formats(spec)?;
+    if formats.tensors != DType::F32 {
         let dtype = spec.dtype.name();
         let reason = format!("dtype is {dtype:?}; on a CPU, Whisper is computed in f32, bf16 or int8");
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
@@ -208,12 +208,12 @@ pub fn check_dtype(spec: &LoadSpec, config: &WhisperConfig) -> Result<Precision,
     let WhisperConfig { width, encoder, decoder, .. } = config;
     let (of_encoder, of_decoder) = (("encoder's inner", encoder.inner), ("decoder's inner", decoder.inner));
     super::check_widths(spec, &[("hidden", *width), of_encoder, of_decoder])?;
-    Ok(precision)
+    Ok(formats)
 }
 
-fn weights(spec: &LoadSpec, device: &Device, precision: Precision) -> Result<Weights, LoadError> {
+fn weights(spec: &LoadSpec, device: &Device, formats: NumberFormats) -> Result<Weights, LoadError> {
     let paths = ModelFiles::locate(&spec.source)?.weights()?;
-    Weights::read(&paths, "model", "decoder.embed_tokens.weight", device, precision)
+    Weights::read(&paths, "model", "decoder.embed_tokens.weight", device, formats)
 }
 
 /// The numbers of the tensor `name`.

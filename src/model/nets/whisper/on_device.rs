@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::{layer_norm, softmax_last_dim};
 
 use super::config::{Head, Layers, POSITIONS, WhisperConfig};
-use super::{EPS, Span, encoder, uniform_precision, values};
+use super::{EPS, Span, encoder, uniform_formats, values};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::Blocks;
 use crate::model::nets::cached_attention::{Group, MAX_ELEMENTS, Packed, Reach, indices, linear, token_slot};
@@ -117,7 +117,7 @@ impl DeviceWhisper {
     /// As [`super::Whisper::load`].
     pub fn load(spec: &LoadSpec, device: &Device, config: &WhisperConfig, slots: usize) -> Loaded<Self> {
         let WhisperConfig { width, mels, vocabulary, context, decoder, .. } = *config;
-        let weights = super::weights(spec, device, uniform_precision(spec)?)?;
+        let weights = super::weights(spec, device, uniform_formats(spec)?)?;
         let blocks_per_slot = context.div_ceil(BLOCK);
         let reader = Reader { spec, device, weights: &weights, config, slots };
         let layers = (0..decoder.count).map(|index| reader.layer(index));

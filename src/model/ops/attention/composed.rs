@@ -116,7 +116,7 @@ impl Group {
         let d = qkv.dim(1)? / 3 / heads;
         let qkv = qkv.reshape((texts, n, 3, heads, d))?.permute((2, 0, 3, 1, 4))?;
         let part = |index| qkv.get(index)?.contiguous();
-        // Queries are scaled before the product, and scores are f32: half precision has too little range and too few
+        // Queries are scaled before the product, and scores are f32: 16 bits have too little range and too few
         // digits.
         let (queries, keys) = ((part(0)? / (d as f64).sqrt())?, part(1)?);
         let mut scores = queries.matmul(&keys.t()?)?.to_dtype(DType::F32)?;

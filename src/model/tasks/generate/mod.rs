@@ -1,5 +1,5 @@
 //! Text generation: turns `/v1/completions` and `/v1/chat/completions` bodies into prompts, and answers into response
-//! bodies, whole and in parts. Never touches the device.
+//! bodies, whole and in parts. Only the network uses the device, not the processor.
 
 mod network;
 mod options;
@@ -13,7 +13,7 @@ use serde_json::json;
 
 pub use self::network::{Answer, AnswerEnd, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
-use self::reply::{Choice, Chunk, Reply, Usage, new_id};
+use self::reply::{Choice, PartContent, Reply, Usage, new_id};
 use self::request::{Api, CHAT, COMPLETIONS, GenerateRequest, Prompts};
 use super::names::ServedNames;
 use super::{MANY_TEXTS, prepare_all};
@@ -28,7 +28,7 @@ use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{
     CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare_with_f32,
 };
-use crate::model::nets::{check_widths, precision};
+use crate::model::nets::{check_widths, number_formats};
 use crate::model::ops::NumberFormat;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::random::{Seed, seed_of_task};
@@ -146,7 +146,7 @@ fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
 
 /// Checks that the device can compute in the pool's `dtype`, and returns the number format of matrices on a CPU.
 fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, LoadError> {
-    let precision = precision(spec)?;
+    let formats = number_formats(spec)?;
     let refusal = match spec.dtype {
         _ if spec.device != "cpu" => None,
         Dtype::F32 => None,
@@ -157,7 +157,7 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
         Dtype::Bf16 | Dtype::Int8 => None,
     };
     match refusal {
-        None => Ok(precision.matrices),
+        None => Ok(formats.matrices),
         Some(refusal) => {
             let reason = format!("dtype is {:?}; {refusal}", spec.dtype.name());
             Err(LoadError::Unsupported { model: spec.source.clone(), reason })
@@ -169,7 +169,7 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
 /// other matrices are converted to `dtype`, and compared with f32. For a GPU this calls [`load_onto`].
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or number format that is not
 /// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
     let format = check_dtype(spec, &ModelFiles::locate(&spec.source)?)?;
@@ -448,11 +448,12 @@ impl Processor for GenerateProcessor {
         progress.is_begun = true;
         progress.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
         let reply = Reply { api: *api, id, created: *created, model: self.names.reply_name() };
-        let chunk = reply.chunk(&Chunk { choice: input, text: &text, is_first, logprobs, offset, finish });
+        let part =
+            reply.part(&PartContent { choice: input, text: &text, is_first, logprobs, offset, finish });
         let is_last = context.include_usage && finish.is_some() && *unfinished == 0;
         let usage = is_last.then(|| reply.usage_chunk(*usage));
         // Both can be serialized whenever the reply can, so an error is left to `finish`.
-        [Some(chunk), usage].into_iter().flatten().flatten().map(Body::json).collect()
+        [Some(part), usage].into_iter().flatten().flatten().map(Body::json).collect()
     }
 
     fn finish(&self, context: GenerateContext, answers: Vec<Answer>) -> Result<Body, TaskError> {
@@ -561,9 +562,9 @@ impl GenerateProcessor {
         if is_whole {
             return self.max_answer(request, index, ids.len()).map(|_| ids);
         }
-        let (path, read, max_tokens) = (request.path(index), ids.len(), self.max_sequence_tokens());
+        let (path, read, pool_tokens) = (request.path(index), ids.len(), self.max_sequence_tokens());
         let message = format!(
-            "{path} has more than {read} tokens; this pool holds {max_tokens} of a prompt and its answer together"
+            "{path} has more than {read} tokens; this pool holds {pool_tokens} of a prompt and its answer together"
         );
         Err(TaskError::bad_input(path, message))
     }
@@ -571,14 +572,15 @@ impl GenerateProcessor {
     /// The maximum number of tokens of the answer to a prompt of `tokens` tokens. Refuses a prompt that leaves fewer
     /// than the request's `max_tokens`, or none.
     fn max_answer(&self, request: &GenerateRequest, index: usize, tokens: usize) -> Result<usize, TaskError> {
-        let (max_tokens, wanted) = (self.max_sequence_tokens(), request.max_tokens.unwrap_or(1));
-        let room = max_tokens.saturating_sub(tokens);
-        if room >= wanted {
+        // Both in tokens: what the pool holds of a prompt and its answer, and the shortest answer that there must be room for.
+        let (pool_tokens, answer_tokens) = (self.max_sequence_tokens(), request.max_tokens.unwrap_or(1));
+        let room = pool_tokens.saturating_sub(tokens);
+        if room >= answer_tokens {
             return Ok(room);
         }
         let path = request.path(index);
         let message = format!(
-            "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {max_tokens} of both together"
+            "{path} has {tokens} tokens and the answer may have {answer_tokens}; this pool holds {pool_tokens} of both together"
         );
         Err(TaskError::bad_input(path, message))
     }
@@ -596,16 +598,16 @@ impl GenerateProcessor {
         index: usize,
         mut ids: Vec<u32>,
     ) -> Result<(Vec<u32>, usize), TaskError> {
-        let max_tokens = self.max_sequence_tokens();
+        let pool_tokens = self.max_sequence_tokens();
         let default = match request.api {
             Api::Completions => COMPLETION_TOKENS,
             Api::Chat => CHAT_TOKENS,
         };
-        let wanted = request.max_tokens.unwrap_or(1);
-        let is_too_long = ids.len().saturating_add(wanted) > max_tokens;
-        if is_too_long && self.options.truncate_prompts && wanted < max_tokens {
+        let answer_tokens = request.max_tokens.unwrap_or(1);
+        let is_too_long = ids.len().saturating_add(answer_tokens) > pool_tokens;
+        if is_too_long && self.options.truncate_prompts && answer_tokens < pool_tokens {
             // The end of the prompt is kept, since the answer continues it.
-            ids.drain(..ids.len() + wanted - max_tokens);
+            ids.drain(..ids.len() + answer_tokens - pool_tokens);
         }
         let room = self.max_answer(request, index, ids.len())?;
         Ok((ids, request.max_tokens.unwrap_or(default).min(room)))

@@ -1,4 +1,4 @@
-//! Writes the answers to requests for text, whole and in chunks, in OpenAI's form.
+//! Writes the answers to requests for text, whole and in parts, in OpenAI's form.
 
 use std::borrow::Cow;
 
@@ -47,7 +47,7 @@ pub struct TopScore {
 }
 
 impl TokenScore {
-    /// The number of characters that begin in this token; see [`Chunk::offset`].
+    /// The number of characters that begin in this token; see [`PartContent::offset`].
     pub fn characters(&self) -> usize {
         self.bytes.iter().filter(|byte| begins_character(**byte)).count()
     }
@@ -71,21 +71,21 @@ pub struct Choice {
     pub logprobs: Option<Vec<TokenScore>>,
 }
 
-/// What was added to one answer since the last chunk.
+/// What was added to one answer since the last part.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Chunk<'a> {
+pub struct PartContent<'a> {
     /// The answer's index among all answers of the reply.
     pub choice: usize,
     /// The text added.
     pub text: &'a str,
-    /// Whether this is the answer's first chunk, which in a chat has the role.
+    /// Whether this is the answer's first part, which in a chat has the role.
     pub is_first: bool,
     /// The tokens added, if log probabilities were requested.
     pub logprobs: Option<&'a [TokenScore]>,
     /// Number of characters of the answer that begin before these tokens: the sum of [`TokenScore::characters`] over
-    /// earlier chunks. It is written only for completions with `logprobs`.
+    /// earlier parts. It is written only for completions with `logprobs`.
     pub offset: usize,
-    /// Why the answer ended, in its last chunk.
+    /// Why the answer ended, in its last part.
     pub finish: Option<Finish>,
 }
 
@@ -105,9 +105,9 @@ pub struct Usage {
 pub struct Reply<'a> {
     /// The endpoint.
     pub api: Api,
-    /// The same in all chunks; see [`new_id`].
+    /// The same in all parts; see [`new_id`].
     pub id: &'a str,
-    /// Seconds since 1970, the same in all chunks.
+    /// Seconds since 1970, the same in all parts.
     pub created: u64,
     /// The model's name.
     pub model: &'a str,
@@ -154,26 +154,26 @@ impl Reply<'_> {
     ///
     /// # Errors
     /// `Internal` if the body cannot be written.
-    pub fn chunk(&self, chunk: &Chunk<'_>) -> Result<Vec<u8>, TaskError> {
+    pub fn part(&self, content: &PartContent<'_>) -> Result<Vec<u8>, TaskError> {
         match self.api {
             Api::Completions => {
                 let choice = TextChoice {
-                    index: chunk.choice,
-                    text: chunk.text,
-                    logprobs: chunk.logprobs.map(|tokens| TextLogprobs::of(tokens, chunk.offset)),
-                    finish_reason: chunk.finish,
+                    index: content.choice,
+                    text: content.text,
+                    logprobs: content.logprobs.map(|tokens| TextLogprobs::of(tokens, content.offset)),
+                    finish_reason: content.finish,
                 };
                 self.body(self.chunk_object(), vec![choice], None)
             }
             Api::Chat => {
                 let choice = ChatChunk {
-                    index: chunk.choice,
+                    index: content.choice,
                     delta: Delta {
-                        role: chunk.is_first.then_some("assistant"),
-                        content: (chunk.is_first || !chunk.text.is_empty()).then_some(chunk.text),
+                        role: content.is_first.then_some("assistant"),
+                        content: (content.is_first || !content.text.is_empty()).then_some(content.text),
                     },
-                    logprobs: chunk.logprobs.map(ChatLogprobs::of),
-                    finish_reason: chunk.finish,
+                    logprobs: content.logprobs.map(ChatLogprobs::of),
+                    finish_reason: content.finish,
                 };
                 self.body(self.chunk_object(), vec![choice], None)
             }
@@ -206,7 +206,7 @@ impl Reply<'_> {
     }
 }
 
-/// A reply or a chunk.
+/// A reply or a part of one.
 #[derive(Serialize)]
 struct Object<'a, C> {
     id: &'a str,
@@ -241,7 +241,7 @@ impl Serialize for Usage {
     }
 }
 
-/// A choice of a completion, whole or a chunk of it.
+/// A choice of a completion, whole or a part of it.
 #[derive(Serialize)]
 struct TextChoice<'a> {
     index: usize,
@@ -469,11 +469,12 @@ mod tests {
     #[test]
     fn the_first_chunk_of_a_chat_has_the_role_and_the_last_the_reason() {
         let chat = reply(Api::Chat);
-        let first = Chunk { choice: 1, text: "", is_first: true, logprobs: None, offset: 0, finish: None };
-        let last = Chunk { is_first: false, finish: Some(Finish::Length), ..first };
-        let middle = Chunk { text: "b", finish: None, ..last };
+        let first =
+            PartContent { choice: 1, text: "", is_first: true, logprobs: None, offset: 0, finish: None };
+        let last = PartContent { is_first: false, finish: Some(Finish::Length), ..first };
+        let middle = PartContent { text: "b", finish: None, ..last };
         let role = json!({"role": "assistant", "content": ""});
-        for (chunk, delta, reason) in [
+        for (content, delta, reason) in [
             (first, role, Value::Null),
             (middle, json!({"content": "b"}), Value::Null),
             (last, json!({}), json!("length")),
@@ -482,7 +483,7 @@ mod tests {
             let expected = json!({
                 "id": "id", "object": "chat.completion.chunk", "created": 7, "model": "m", "choices": [choice],
             });
-            assert_eq!(read(chat.chunk(&chunk)), expected);
+            assert_eq!(read(chat.part(&content)), expected);
         }
         let usage = read(chat.usage_chunk(USAGE));
         assert_eq!((&usage["choices"], &usage["usage"]["total_tokens"]), (&json!([]), &json!(7)));
@@ -493,7 +494,7 @@ mod tests {
     fn offsets_count_characters_and_continue_over_chunks() {
         let tokens = [token(b"a\xf0\x9f", -1.0, &[]), token(b"\x98\x80", -1.0, &[]), token(b"b", -1.0, &[])];
         let first_characters: usize = tokens[..1].iter().map(TokenScore::characters).sum();
-        let chunk = |tokens, offset| Chunk {
+        let content = |tokens, offset| PartContent {
             choice: 0,
             text: "",
             is_first: false,
@@ -501,22 +502,28 @@ mod tests {
             offset,
             finish: None,
         };
-        let offsets = |chunk: &Chunk<'_>| {
-            read(reply(Api::Completions).chunk(chunk))["choices"][0]["logprobs"]["text_offset"].clone()
+        let offsets = |content: &PartContent<'_>| {
+            read(reply(Api::Completions).part(content))["choices"][0]["logprobs"]["text_offset"].clone()
         };
-        assert_eq!(offsets(&chunk(&tokens[..], 0)), json!([0, 1, 2]));
-        assert_eq!(offsets(&chunk(&tokens[1..], first_characters)), json!([1, 2]));
+        assert_eq!(offsets(&content(&tokens[..], 0)), json!([0, 1, 2]));
+        assert_eq!(offsets(&content(&tokens[1..], first_characters)), json!([1, 2]));
     }
 
     #[test]
     fn a_logprob_that_is_not_finite_is_written_as_a_number() {
         let tokens = [token(b"a", f32::NEG_INFINITY, &[("b", 0.0), ("b", -3.0), ("c", f32::NAN)])];
-        let chunk =
-            Chunk { choice: 0, text: "a", is_first: true, logprobs: Some(&tokens), offset: 0, finish: None };
-        let body = read(reply(Api::Completions).chunk(&chunk));
+        let content = PartContent {
+            choice: 0,
+            text: "a",
+            is_first: true,
+            logprobs: Some(&tokens),
+            offset: 0,
+            finish: None,
+        };
+        let body = read(reply(Api::Completions).part(&content));
         let top = json!([{"b": 0.0, "c": -9999.0, "a": -9999.0}]);
         assert_eq!(body["choices"][0]["logprobs"]["top_logprobs"], top);
-        let body = read(reply(Api::Chat).chunk(&chunk));
+        let body = read(reply(Api::Chat).part(&content));
         assert_eq!(body["choices"][0]["logprobs"]["content"][0]["logprob"], -9999.0);
     }
 

@@ -33,8 +33,8 @@ use crate::model::{
 use crate::protocol::endpoints::CLASSIFY_URL as URL;
 use crate::protocol::{BYTES, Headers, JSON, KOMBU_BYTES};
 
-/// The media types of requests with images. What a file is, its bytes tell. Those with a subtype are found by the ending of
-/// a file's name.
+/// The media types of requests with images. A file's bytes tell its format, whatever its media type. Clients choose one
+/// with a subtype by the ending of a file's name.
 pub(super) const MEDIA_TYPES: &[&str] =
     &[JSON, "image/jpeg", "image/png", "image/webp", "image/*", BYTES, KOMBU_BYTES];
 

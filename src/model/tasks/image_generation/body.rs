@@ -65,7 +65,7 @@ pub struct ImageSize {
     pub height: usize,
 }
 
-named! {
+named_enum! {
     /// The form of a reply.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum ImageFormat as name {

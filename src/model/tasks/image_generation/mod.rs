@@ -143,7 +143,7 @@ impl Options {
 /// Loads a model that makes images.
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, for a model or a precision that is not supported, and for a device
+/// [`LoadError`] for a file that is missing or invalid, for a model or a number format that is not supported, and for a device
 /// that computes wrongly.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageGenerator), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;

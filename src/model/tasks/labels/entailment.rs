@@ -1,6 +1,6 @@
 //! Zero-shot classification of texts by models of natural language inference, equal to the pipeline of the transformers
 //! library within 1e-5. Each text is the premise of a pair with each label's sentence. Decides which of the model's
-//! labels mean entailment and contradiction, and how logits become the labels' scores. Never touches the device.
+//! labels mean entailment and contradiction, and how logits become the labels' scores. Runs on the CPU only.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -44,8 +44,8 @@ impl Entailment {
             Some(ids) => ids.into_iter().filter(|(name, _)| is_entailment(name)).map(|(_, id)| id).collect(),
             None => (0..names.len()).filter(|id| is_entailment(&names[*id])).map(Value::from).collect(),
         };
-        // Of several such labels the pipeline takes the first in the file, which is an accident. Here there must be
-        // one.
+        // If there are several such labels, the pipeline takes the first in the file, whose order means nothing. Here
+        // there must be one.
         let [id] = &*ids else { return Ok(None) };
         let number = id.as_u64().or_else(|| id.as_str()?.parse().ok());
         let Some(entailment) = number.map(|id| id as usize).filter(|id| *id < names.len()) else {

@@ -1,6 +1,7 @@
 //! Classification of texts: turns `/classify` bodies into token ids, and the labels' logits into response bodies.
-//! Decides the labels' names, whether a model classifies by labels of the request (zero-shot), and whether softmax or sigmoid is applied to their logits, by `config.json` as the
-//! transformers library does. Never touches the device.
+//! Decides, by `config.json` as the transformers library does, the labels' names, whether a model classifies by labels of
+//! the request (zero-shot), and whether softmax or sigmoid is applied to their logits. Only the network uses the
+//! device, not the processor.
 
 mod body;
 mod entailment;
@@ -194,7 +195,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
 pub struct LabelProcessor {
     pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     labels: Labels,
-    /// Of a model of natural language inference, which also takes labels of the request.
+    /// For a model of natural language inference, which also takes labels of the request.
     entailment: Option<Entailment>,
     names: ServedNames,
     max_inputs: usize,

@@ -1,7 +1,7 @@
 //! Reranking and scoring by cross-encoders and by causal models (`logit_score`), equal to
 //! `sentence_transformers.CrossEncoder` within 1e-5. Turns `/v1/rerank` and `/v1/score` bodies into pairs of texts, and
 //! their scores into response bodies. Each pair is an input of its own, so that many documents share batches with other
-//! tasks. Never touches the device.
+//! tasks. Only the network uses the device, not the processor.
 
 mod body;
 

@@ -1,6 +1,6 @@
 //! Sparse vectors of texts by SPLADE models in the format of sentence-transformers, equal to its results within 1e-4.
 //! Turns `/embed_sparse` bodies into token ids, and vectors into response bodies. Decides limits, prompts and how many
-//! numbers are kept; never touches the device.
+//! numbers are kept. Only the network uses the device, not the processor.
 
 mod body;
 

@@ -72,7 +72,7 @@ impl Spoken {
     }
 }
 
-named! {
+named_enum! {
     /// The form of sound.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum SoundFormat as name {

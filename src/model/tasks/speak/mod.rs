@@ -108,7 +108,7 @@ fn weights_file(voice: &Voice) -> String {
 /// Loads a model that speaks.
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or number format that is not
 /// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SpeechProcessor, Speaker), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;

@@ -1,6 +1,6 @@
 //! Models that compute vectors of texts and images in one space (CLIP, SigLIP). Turns requests for embeddings and for
 //! zero-shot classification into texts and images, and vectors into response bodies. Images are decoded as for `image`,
-//! texts are tokenised as for `embed`. The processor never touches the device.
+//! texts are tokenised as for `embed`. Only the network uses the device, not the processor.
 
 mod request;
 

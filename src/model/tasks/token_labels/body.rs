@@ -27,7 +27,7 @@ pub const KEYS: Keys = keys! {
 /// The fields of `parameters`, as Hugging Face's clients send them.
 const PARAMETERS: Keys = keys! { "aggregation_strategy", "ignore_labels", "stride", "truncate" };
 
-named! {
+named_enum! {
     /// How the labels of tokens become the reply, as in the pipeline of the transformers library.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Strategy as name {

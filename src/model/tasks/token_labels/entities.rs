@@ -66,7 +66,7 @@ pub fn label_parts<'r>(
         let rows = || tokens[range.clone()].iter().map(&row);
         let (label, score) = match strategy {
             Strategy::None | Strategy::Simple | Strategy::First => best(row(&tokens[first])),
-            // Of equal ones the first token counts.
+            // If scores are equal, the first token counts.
             Strategy::Max => rows()
                 .map(best)
                 .reduce(|found, other| if other.1 > found.1 { other } else { found })
@@ -151,8 +151,8 @@ fn kind_of_group(label: &str) -> &str {
     label.split_once('-').map_or(label, |(_, kind)| kind)
 }
 
-/// The entities of all windows of a text, sorted by their starts. Of entities that overlap, the longest is kept; of
-/// equally long ones, the one with the highest score. If the first entity has no characters it comes twice, as in the
+/// The entities of all windows of a text, sorted by their starts. If entities overlap, the longest is kept; if they
+/// are equally long, the one with the highest score. If the first entity has no characters it comes twice, as in the
 /// library.
 pub fn without_overlaps(mut found: Vec<FoundEntity<'_>>) -> Vec<FoundEntity<'_>> {
     found.sort_by_key(|entity| entity.span[0]);

@@ -1,6 +1,7 @@
 //! Labels of tokens, such as the names in a text, equal to the pipeline `token-classification` of the transformers library
 //! within 1e-5. Turns `/token-classification` bodies into tokens with their places in the text, and the labels' logits into
-//! entities. Decides in how many windows a long text is read. Never touches the device.
+//! entities. Decides in how many windows a long text is read. Only the network uses the
+//! device, not the processor.
 
 mod body;
 mod entities;

@@ -119,7 +119,7 @@ mod tests {
         outputs.push(label(&all, false).unwrap());
         drop(outputs);
         assert_eq!(all.bytes.total(), 0);
-        // Neither what is left out counts, nor what the window before has too.
+        // Labels that are left out do not count, and neither do tokens that the window before has too.
         let (ignoring, overlapping) = (Arc::new(task(&["B-PER"], 0)), Arc::new(task(&[], count)));
         for _ in 0..2 * most {
             assert_eq!(label(&ignoring, false).unwrap().parts.len(), count);

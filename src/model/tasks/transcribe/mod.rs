@@ -118,7 +118,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 /// Loads a model that recognises speech.
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or number format that is not
 /// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Transcriber), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
@@ -167,7 +167,7 @@ pub struct TranscribeContext {
     /// Whether the request wants the times of words.
     wants_word_times: bool,
     announced: Option<Announced>,
-    /// What of the recording was decoded.
+    /// How much of the recording was decoded.
     decoded: Arc<Decoded>,
     /// Whether nothing in the recording says where it ends.
     has_unmarked_end: bool,

@@ -111,7 +111,7 @@ impl Default for VoiceDetection {
     }
 }
 
-named! {
+named_enum! {
     /// Whether the text is in the language of the recording or in English.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum SpeechTask as name {

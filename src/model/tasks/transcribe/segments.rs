@@ -121,7 +121,8 @@ pub fn segments(
             text,
             words,
         };
-        // By OpenAI's rule, a segment without length is dropped. So is text after the sound, which was invented.
+        // OpenAI's rule drops a segment without length. It also drops text after the end of the sound, which the model
+        // has invented.
         (begins < ends && !segment.text.trim().is_empty()).then_some(segment)
     };
     token_spans(tokens, rules).into_iter().filter_map(segment).collect()

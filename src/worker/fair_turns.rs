@@ -1,7 +1,7 @@
-//! Decides whose task is prepared next on the thread for long preparation (such as that of a grammar), whose further
-//! inputs are prepared next, and whose files are fetched next. Queues have turns by their shares, counted in the time
-//! that turns take. The requesters of a queue take turns, however many tasks each has. Owns the list of waiting tasks.
-//! Does no I/O.
+//! A semaphore that is fair to queues and requesters: decides whose waiting task gets the next turn. There is one for the
+//! thread for long preparation (such as that of a grammar), one for preparing further inputs, and one for fetching files.
+//! Queues have turns by their shares, counted in the time that turns take. The requesters of a queue take turns, however
+//! many tasks each has. Owns the waiting tasks. Does no I/O.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use tokio::time::Instant;
 
 use crate::batching::{Owner, Shares};
 
-/// The tasks that wait for a turn. Clones share the list.
+/// The turns of one kind of work, and the tasks that wait for one. Clones share the state.
 #[derive(Clone)]
-pub(super) struct Turns(Arc<Mutex<Lane>>);
+pub(super) struct Turns(Arc<Mutex<TurnState>>);
 
 #[derive(Default)]
-struct Lane {
+struct TurnState {
     /// The turns that are under way. Bound: `max_turns`, and one more for each queue.
-    current: Vec<Current>,
+    current: Vec<CurrentTurn>,
     /// The most turns at once. A requester has at most half of them, and so has a server from which files are fetched.
     max_turns: usize,
     /// Whether a queue without a turn may have one although there are `max_turns`: turns that last until a server answers,
@@ -37,7 +37,7 @@ struct Lane {
     turns: u64,
 }
 
-struct Current {
+struct CurrentTurn {
     owner: Owner,
     server: Option<u64>,
     began: Instant,
@@ -67,15 +67,15 @@ impl Drop for Turn {
 }
 
 impl Turns {
-    /// Creates an empty list, for at most `max_turns` turns at once.
+    /// At most `max_turns` turns at once.
     pub(super) fn new(max_turns: usize) -> Self {
-        Self(Arc::new(Mutex::new(Lane { max_turns, ..Lane::default() })))
+        Self(Arc::new(Mutex::new(TurnState { max_turns, ..TurnState::default() })))
     }
 
-    /// The same; a queue without a turn may have one more.
+    /// At most `max_turns` turns at once; beyond them, a queue that has no turn may have one.
     pub(super) fn with_one_for_each_queue(max_turns: usize) -> Self {
-        let lane = Lane { max_turns, has_one_for_each_queue: true, ..Lane::default() };
-        Self(Arc::new(Mutex::new(lane)))
+        let state = TurnState { max_turns, has_one_for_each_queue: true, ..TurnState::default() };
+        Self(Arc::new(Mutex::new(state)))
     }
 
     /// Waits until a task of `owner` has its turn. Safe to cancel.
@@ -87,15 +87,15 @@ impl Turns {
     pub(super) async fn take_at(&self, server: Option<u64>, owner: Owner) -> Turn {
         let (begin, begun) = oneshot::channel();
         {
-            let mut lane = self.0.lock();
-            let rank = 2 * lane.turns;
-            lane.ranks.entry(owner).or_insert(rank);
-            lane.waiting.push(WaitingTask { owner, server, begin });
+            let mut state = self.0.lock();
+            let rank = 2 * state.turns;
+            state.ranks.entry(owner).or_insert(rank);
+            state.waiting.push(WaitingTask { owner, server, begin });
         }
         self.begin();
         match begun.await {
             Ok(turn) => turn,
-            // The lane keeps the sender until it has begun the turn, and this task holds the lane.
+            // The state keeps the sender until it has begun the turn, and this task keeps the state.
             Err(_) => std::future::pending().await,
         }
     }
@@ -111,11 +111,11 @@ impl Turns {
     }
 }
 
-impl Lane {
-    /// Ends a turn of this requester at this server.
+impl TurnState {
+    /// Ends a turn of this requester at this server, and counts its time for the requester's queue.
     fn end(&mut self, owner: Owner, server: Option<u64>, now: Instant) {
-        let is_it = |current: &Current| current.owner == owner && current.server == server;
-        if let Some(index) = self.current.iter().position(is_it) {
+        let has_ended = |current: &CurrentTurn| current.owner == owner && current.server == server;
+        if let Some(index) = self.current.iter().position(has_ended) {
             let took = now.saturating_duration_since(self.current.remove(index).began);
             self.shares.serve(owner.queue, u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
         }
@@ -148,7 +148,7 @@ impl Lane {
         let task = self.waiting.remove(index);
         self.turns += 1;
         self.ranks.insert(task.owner, 2 * self.turns + 1);
-        self.current.push(Current { owner: task.owner, server: task.server, began: now });
+        self.current.push(CurrentTurn { owner: task.owner, server: task.server, began: now });
         Some(task)
     }
 

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker as StdWaker};
 
 use super::super::batch::Network;
 use super::super::job::Handle;
-use super::super::oneshot::{OneShot, WaitingInputs};
+use super::super::one_pass::{OnePass, WaitingInputs};
 use super::super::run_loop::{Loop as _, Next};
 use super::*;
 use crate::batching::{Group, QueueBytes};
@@ -81,7 +81,7 @@ impl Forward for Scripted {
 struct Rig {
     engine: Arc<dyn Engine>,
     waiting: Arc<WaitingInputs<Numbers>>,
-    model_loop: OneShot<Numbers, Scripted>,
+    model_loop: OnePass<Numbers, Scripted>,
     notices: mpsc::Receiver<Notice>,
     calls: Arc<Mutex<Vec<String>>>,
     log: Log,
@@ -101,7 +101,7 @@ impl Rig {
         let waiting = Arc::new(WaitingInputs::new(policy(4), asynchronous, waker));
         let scripted = Scripted { log: Arc::clone(&calls), asynchronous };
         let network = Network::new(scripted, Box::new(log.clone()), sender);
-        let model_loop = OneShot::new(network, waiting.clone());
+        let model_loop = OnePass::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(Numbers, waiting.clone(), Memory::new(QueueBytes::new(1, &[]))));
         let (jobs, done_per_notice) = (Vec::new(), Vec::new());
         Self { engine, waiting, model_loop, notices, calls, log, jobs, done_per_notice, fault: None, woken }
@@ -377,7 +377,7 @@ impl Forward for Dropped {
 
 #[test]
 fn a_model_that_has_worked_is_never_dropped() {
-    let starter = crate::engine::oneshot(|_, _| Ok((Numbers, Dropped(&DROPPED))));
+    let starter = crate::engine::one_pass(|_, _| Ok((Numbers, Dropped(&DROPPED))));
     let (thread, loading) = starter.start_joined(setup("held", 4, &Log::default()));
     let loaded = loading.blocking_recv().unwrap().ok().unwrap();
     drop(loaded.engine);
@@ -390,7 +390,7 @@ fn a_model_that_has_worked_is_never_dropped() {
 fn tried(spec: LoadSpec) -> (Vec<Dtype>, Result<Dtype, LoadError>) {
     let tried: Arc<Mutex<Vec<Dtype>>> = Arc::default();
     let record = tried.clone();
-    let starter = crate::engine::oneshot(move |spec, _| {
+    let starter = crate::engine::one_pass(move |spec, _| {
         let mut tried = record.lock();
         tried.push(spec.dtype);
         let (reason, device, model) = ("no".to_owned(), spec.device.clone(), spec.source.clone());

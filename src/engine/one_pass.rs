@@ -218,7 +218,7 @@ impl<P: Processor> InputQueue<P> for WaitingInputs<P> {
     }
 }
 
-pub(super) struct OneShot<P: Processor, F: Forward> {
+pub(super) struct OnePass<P: Processor, F: Forward> {
     network: Network<P, F>,
     waiting: Arc<WaitingInputs<P>>,
     /// The number of batches so far.
@@ -245,7 +245,7 @@ struct Submission {
     wall_time: SystemTime,
 }
 
-impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OneShot<P, F> {
+impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OnePass<P, F> {
     pub(super) fn new(network: Network<P, F>, waiting: Arc<WaitingInputs<P>>) -> Self {
         Self { network, waiting, number: 0, submitted: None, free_since: now(), idle: Idle::default() }
     }
@@ -342,7 +342,7 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OneShot<P, 
     }
 }
 
-impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Loop for OneShot<P, F> {
+impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Loop for OnePass<P, F> {
     fn turn(&mut self) -> Next {
         if self.submitted.is_some() && !self.network.is_asynchronous() {
             return Next::again_if(self.finish_submitted(true));
