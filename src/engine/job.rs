@@ -12,7 +12,7 @@ use super::memory::Reservation;
 use super::outputs::{Outputs, Sizes};
 use super::queue::{InputQueue, Item};
 use super::reply::{BRIEF_PARTS, Reply};
-use super::{InputSource, Job, JobEvent, Memory, Prepared, PreparedJob, Queue, TaskState, Unwritten, now};
+use super::{InputSource, Job, JobEvent, Memory, Prepared, PreparedJob, Queue, Unwritten, now};
 use crate::batching::Group;
 use crate::model::{
     Announced, Body, Effort, FileUrl, Files, Inputs, Message, Processor, Route, SizedInput, Slices,

@@ -22,10 +22,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::cpu_pool::Pools;
+use super::fair_turns::Turns;
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::prefetch::SharedPrefetch;
-use super::settle::{Accepted, Outcome, Parts, Trial, Settled, Settlement};
-use super::fair_turns::Turns;
+use super::settle::{Accepted, Outcome, Parts, Settled, Settlement, Trial};
 use super::{Reporter, Withdrawn, WorkerError};
 use crate::batching::{Group, QueueShare};
 use crate::broker::PerSource;
