@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::fixtures::{answer, pool, slot, snapshot, two_hosts};
 use super::*;
-use crate::protocol::admin::Answer;
+use crate::protocol::admin::LauncherAnswer;
 
 /// The workers in the order of their names, with their states.
 fn shown(history: &History) -> Vec<(String, &'static str)> {

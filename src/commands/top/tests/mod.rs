@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::screen::Screen;
 use crate::client::fleet::Update;
 use crate::client::fleet::fixtures::{self, GPU, answer, pool, slot};
-use crate::protocol::admin::Answer;
+use crate::protocol::admin::LauncherAnswer;
 
 fn snapshot(start: Instant, second: u64, answers: Vec<LauncherAnswer>) -> Update {
     Update::Snapshot(Box::new(fixtures::snapshot(start, second, answers)))
