@@ -15,6 +15,7 @@ macro_rules! named_enum {
             pub const ALL: [(Self, &'static str); [$($text),+].len()] = [$((Self::$variant, $text)),+];
 
             /// The name of this value.
+            #[allow(dead_code, reason = "some enums are only found by their names")]
             pub fn $name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text,)+

@@ -148,8 +148,11 @@ pub struct PreparedJob {
     pub tokens: usize,
     /// How long the device will probably need for the task, at the pace of recent steps; none for one-pass models.
     pub estimate: Option<Duration>,
-    enqueue: Box<dyn FnOnce(Arc<TaskState>, Option<Group>) -> Box<dyn Job> + Send>,
+    enqueue: Box<EnqueueJob>,
 }
+
+/// Hands a job's inputs to the model thread.
+type EnqueueJob = dyn FnOnce(Arc<TaskState>, Option<Group>) -> Box<dyn Job> + Send;
 
 impl PreparedJob {
     /// Hands the inputs to the model thread. `group`: the isolated group to which the task belongs, if it belongs to one.

@@ -204,8 +204,8 @@ mod tests {
     #[tokio::test]
     async fn a_queue_is_drained_once_its_last_message_is_acked() {
         let store = Arc::new(QueueStore::new(&[QueueSpec { name: "replies".into(), kept: true }]).unwrap());
-        let (responses, _received) = mpsc::channel(8);
-        let outlet = ConnectionOutlet { id: 0, responses, disconnect: CancellationToken::new() };
+        let (frames, _received) = mpsc::channel(8);
+        let outlet = ConnectionOutlet { id: 0, frames, disconnect: CancellationToken::new() };
         assert!(store.drained("replies").now_or_never().is_some(), "it is empty");
         store.publish(&outlet, 1, "replies", None, Message::default());
         let waiter = store.clone();
