@@ -15,13 +15,13 @@
 //! |---|---|---|
 //! | – | `crates/kernels` | what networks compute on a CPU, on slices. A separate crate, used by `model/ops`; `config` takes only the names of vector units from it |
 //! | 0 | `enum_names` | how an enum and the names of its values are written |
-//! | 0 | `protocol` | how bytes become a task, reply, part of a reply, sentinel, control line or batch line, and back |
+//! | 0 | `protocol` | how bytes become a task, reply, part of a reply, sentinel, control line or batch line, and back; what clients know of each endpoint |
 //! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes; which queue is next |
 //! | 0 | `backoff` | capped, jittered delays |
 //! | 0 | `shutdown` | causes, phases, exit codes, the signal source |
 //! | 1 | `config` | how raw settings become validated ones; the worker's assignment |
 //! | 2 | `telemetry` | where log lines and spans go, and how they look |
-//! | 2 | `model` | the traits of models; loading; devices; the networks; what serves which architecture; models for tests |
+//! | 2 | `model` | the traits of models; loading; devices; the networks; the kinds of requests with their bodies; what serves which architecture; models for tests |
 //! | 2 | `fetch` | from which sources the files that tasks name by URL may be fetched, and how many bytes of them are in memory |
 //! | 2 | `broker` | how messages are delivered, published with a confirm, and settled; when to reconnect |
 //! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |

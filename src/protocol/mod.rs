@@ -1,6 +1,7 @@
-//! Data that crosses a process or host boundary: messages and their properties, tasks, replies, sentinels,
-//! control lines, batch lines. Converts bytes to values and back. Pure: owns no state, does no I/O, and knows
-//! neither the broker nor the model nor the clock.
+//! Data that crosses a process or host boundary: messages and their properties, tasks, replies, sentinels, control lines,
+//! batch lines. Converts bytes to values and back, except the bodies of endpoints: `model::tasks` reads and writes them,
+//! and the table in `endpoints` says what clients know of them. Pure: owns no state, does no I/O, and knows neither the
+//! broker nor the model nor the clock.
 
 pub mod admin;
 pub mod batch_line;

@@ -5,7 +5,6 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use bytes::Bytes;
-use serde::Serialize;
 use serde_json::json;
 
 use super::stats::Generated;
@@ -94,29 +93,6 @@ impl Body {
         self.headers.insert(name.to_owned(), value.into());
         self
     }
-}
-
-/// OpenAI's `usage` of requests that generate no tokens.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Usage {
-    prompt_tokens: usize,
-    total_tokens: usize,
-}
-
-impl Usage {
-    /// The usage of a request whose inputs have `tokens` tokens in all, special ones included.
-    pub fn new(tokens: usize) -> Self {
-        Self { prompt_tokens: tokens, total_tokens: tokens }
-    }
-}
-
-/// Serializes a body as JSON.
-///
-/// # Errors
-/// `Internal` if the value cannot be written.
-pub fn to_json(body: &impl Serialize) -> Result<Vec<u8>, TaskError> {
-    serde_json::to_vec(body)
-        .map_err(|error| TaskError::internal(format!("the reply cannot be written: {error}")))
 }
 
 /// How a kind of error is named in replies and metrics.

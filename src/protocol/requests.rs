@@ -4,8 +4,7 @@
 //! - one request from several that can share a task, and their replies from its reply;
 //! - the text and the tokens of a reply.
 //!
-//! Does no I/O. The file of an endpoint decides what its requests mean to a model, and names the fields that are read
-//! here.
+//! Does no I/O. `endpoints` has the names of the fields that are read here.
 
 use std::collections::BTreeMap;
 

@@ -3,6 +3,8 @@
 
 use std::collections::HashMap;
 
+use serde_json::value::RawValue;
+
 use crate::model::fields::{Fields, bounded_string, each_item, excerpt, list};
 use crate::protocol::{TaskError, TaskErrorKind};
 
@@ -53,26 +55,27 @@ impl CandidateLabels {
             Some(raw) => Some((raw, "hypothesis_template")),
             None => in_parameters("hypothesis_template").map(|raw| (raw, "parameters.hypothesis_template")),
         };
-        let template = template
-            .map(|(raw, path)| checked_template(bounded_string(raw.get(), path, MAX_TEMPLATE_BYTES)?, path))
-            .transpose()?;
-        let template = template.unwrap_or_else(|| default_template.to_owned());
-        Ok(Some(Self { names: checked_labels(names, field)?, field, template }))
+        let read = |(raw, path): (&RawValue, _)| {
+            bounded_string(raw.get(), path, MAX_TEMPLATE_BYTES).map(|text| (text, path))
+        };
+        Self::new(names, field, template.map(read).transpose()?, default_template).map(Some)
     }
 
-    /// The labels in the headers `labels` and `hypothesis_template`.
+    /// These labels of the field `field`, and a template with the path of its field.
     ///
     /// # Errors
-    /// As [`in_json`](Self::in_json).
-    pub fn in_headers(
+    /// `BadInput` with the field and the value.
+    pub fn new(
         names: Vec<String>,
-        template: Option<String>,
+        field: &'static str,
+        template: Option<(String, &str)>,
         default_template: &str,
     ) -> Result<Self, TaskError> {
-        let template =
-            template.map(|template| checked_template(template, "hypothesis_template")).transpose()?;
-        let template = template.unwrap_or_else(|| default_template.to_owned());
-        Ok(Self { names: checked_labels(names, "labels")?, field: "labels", template })
+        let template = match template {
+            Some((template, path)) => checked_template(template, path)?,
+            None => default_template.to_owned(),
+        };
+        Ok(Self { names: checked_labels(names, field)?, field, template })
     }
 
     /// The sentences with the labels, one after the other.
@@ -100,15 +103,6 @@ impl CandidateLabels {
         );
         Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"))
     }
-}
-
-/// Checks the number of labels in a header. For JSON, `list` does that.
-pub(super) fn check_count(count: usize) -> Result<(), TaskError> {
-    if count <= MAX_LABELS {
-        return Ok(());
-    }
-    let message = format!("labels holds {count} items; at most {MAX_LABELS} are allowed");
-    Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"))
 }
 
 /// Returns the labels, or an error if one is empty, too long, or occurs twice.

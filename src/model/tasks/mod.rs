@@ -1,5 +1,6 @@
 //! Kinds of requests. Each public module has the processor of one kind and loads its network; its `FAMILY` describes
-//! the kind to other modules. `protocol` reads and writes bodies; `nets` has the networks.
+//! the kind to other modules. Its `body`, or `request` and `reply`, reads requests and writes replies; `nets` has the
+//! networks.
 
 mod candidate_labels;
 #[cfg(feature = "candle-transformers")]
@@ -27,7 +28,7 @@ use std::vec::IntoIter;
 
 use parking_lot::Mutex;
 use rayon::prelude::*;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use self::sentence_settings::SentenceSettings;
 use super::family::{Family, OptionDefault, OptionProblem, OptionSpec, Takes};
@@ -389,6 +390,29 @@ impl InputCounts {
         let body = Body::json(json);
         if self.truncated == 0 { body } else { body.header("truncated", self.truncated as i64) }
     }
+}
+
+/// OpenAI's `usage` of requests that generate no tokens.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Usage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+impl Usage {
+    /// The usage of a request whose inputs have `tokens` tokens in all, special ones included.
+    fn new(tokens: usize) -> Self {
+        Self { prompt_tokens: tokens, total_tokens: tokens }
+    }
+}
+
+/// Serializes a body as JSON.
+///
+/// # Errors
+/// `Internal` if the value cannot be written.
+fn to_json(body: &impl Serialize) -> Result<Vec<u8>, TaskError> {
+    serde_json::to_vec(body)
+        .map_err(|error| TaskError::internal(format!("the reply cannot be written: {error}")))
 }
 
 #[cfg(test)]

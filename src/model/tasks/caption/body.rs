@@ -1,12 +1,12 @@
 //! Reads requests for captions of images, and writes the replies. Both have the form of Hugging Face's `image-to-text`.
-//! Images are given as in `images`. Pure: images are not decoded here.
+//! Images are given as in `image::request`. Pure: images are not decoded here.
 
 use serde::Serialize;
 
 use crate::model::fields::{Fields, Keys, bounded_string, keys};
 use crate::model::tasks::image::request::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
+use crate::model::tasks::to_json;
 use crate::protocol::message::{count_header, text_header};
-use crate::protocol::reply::to_json;
 use crate::protocol::{FileUrl, Files, Headers, Message, TaskError};
 
 /// Maximum size of a prompt, in bytes.

@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use serde::{Serialize, Serializer};
 
 use super::request::Api;
+use crate::model::tasks::to_json;
 use crate::protocol::TaskError;
-use crate::protocol::reply::to_json;
 
 /// Written in place of a log probability that is not finite, which JSON cannot express. OpenAI writes it for very
 /// unlikely tokens.

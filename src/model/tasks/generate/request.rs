@@ -531,6 +531,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::model::random::Seed;
+    use crate::model::sequences::sampler::Sampler;
 
     fn completion(rest: &str) -> Result<GenerateRequest, TaskError> {
         GenerateRequest::read(Api::Completions, format!(r#"{{"prompt":"a"{rest}}}"#).as_bytes(), 8)
@@ -858,5 +860,40 @@ mod tests {
         assert_eq!(prompts(&deep).unwrap_err().param.as_deref(), Some("prompt[0][0]"));
         let surrogate = r#"[{"role":"user","content":"a","\ud800":1}]"#;
         assert_eq!(conversation(surrogate).unwrap_err().kind, TaskErrorKind::BadInput);
+    }
+
+    #[test]
+    fn no_accepted_parameter_makes_finite_logits_infinite() {
+        let seed = Seed { task: 7, sequence: 0 };
+        let edges = [
+            ("temperature", "0"),
+            ("temperature", "1e-38"),
+            ("temperature", "1.1e-4"),
+            ("temperature", "2"),
+            ("top_p", "1e-38"),
+            ("min_p", "1e-38"),
+            ("min_p", "1"),
+            ("top_k", "9223372036854775807"),
+            ("presence_penalty", "-2"),
+            ("presence_penalty", "2"),
+            ("frequency_penalty", "-2"),
+            ("frequency_penalty", "2"),
+            ("repetition_penalty", "0.1"),
+            ("repetition_penalty", "10"),
+        ];
+        // The largest repetition penalty makes 3e38 of 3e37, which is just below the largest f32.
+        for size in [0.0, 1e-38, 1.0, 1e3, 3e37] {
+            for (one, one_value) in edges {
+                for (other, other_value) in edges.into_iter().filter(|(other, _)| *other != one) {
+                    let body = format!(r#"{{"prompt":"a","{one}":{one_value},"{other}":{other_value}}}"#);
+                    let request = GenerateRequest::read(Api::Completions, body.as_bytes(), 1).unwrap();
+                    let mut sampler = Sampler::new(request.sampling, seed, &[0, 1]);
+                    for position in 0..4 {
+                        let chosen = sampler.choose(&mut [size, -size, size / 2.0, 0.0], position);
+                        assert!(chosen.is_some(), "{body}, {size}");
+                    }
+                }
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
-//! Reads requests to classify images, and writes the reply. An image is the body of the message, with parameters
-//! as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`). Pure:
-//! images are not decoded here.
+//! Reads requests to classify images, and the images in requests of other kinds. An image is the body of the message,
+//! with parameters as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`).
+//! Pure: images are not decoded here.
 
 use bytes::Bytes;
 use serde_json::value::RawValue;
@@ -231,7 +231,6 @@ fn decode_base64(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::tasks::labels::write_best_labels;
     use crate::protocol::{Properties, Value};
 
     fn json(body: &str) -> Result<ImagesRequest, TaskError> {
@@ -293,14 +292,5 @@ mod tests {
             raw(b"x", &[("labels", "[\"cat\"]".into())]).unwrap_err().message.starts_with("labels is not")
         );
         assert!(raw(b"x", &[("top_k", "many".into())]).unwrap_err().message.starts_with("top_k must be"));
-    }
-
-    #[test]
-    fn the_reply_has_the_form_of_the_request() {
-        let names: Vec<String> = ["cat", "dog"].map(Into::into).into();
-        let one = write_best_labels(&[vec![0.25, 0.75]], &names, 1, false).unwrap();
-        assert_eq!(one, br#"[{"label":"dog","score":0.75}]"#);
-        let list = write_best_labels(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
-        assert_eq!(list, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
     }
 }

@@ -7,8 +7,8 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::model::fields::{Fields, Keys, bounded_string, invalid, keys, string};
+use crate::model::tasks::{Usage, to_json};
 use crate::protocol::message::text_header;
-use crate::protocol::reply::{Usage, to_json};
 use crate::protocol::{Body, Message, TaskError, TaskErrorKind};
 
 /// Maximum size of a prompt, in bytes. Both prompts are written into each image.

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::model::fields::{Fields, Keys, Texts, keys};
 use crate::model::tasks::candidate_labels::CandidateLabels;
-use crate::protocol::reply::{Usage, to_json};
+use crate::model::tasks::{Usage, to_json};
 use crate::protocol::{TaskError, TaskErrorKind};
 
 pub const KEYS: Keys = keys! {
@@ -277,5 +277,14 @@ mod tests {
         assert_eq!(body["data"][0]["num_classes"], 3);
         let labels = json!([{"label": "maybe", "score": 0.5}, {"label": "no", "score": 0.25}]);
         assert_eq!(body["data"][0]["labels"], labels);
+    }
+
+    #[test]
+    fn best_labels_are_a_list_for_each_input_or_one_list() {
+        let names: Vec<String> = ["cat", "dog"].map(Into::into).into();
+        let one = write_best_labels(&[vec![0.25, 0.75]], &names, 1, false).unwrap();
+        assert_eq!(one, br#"[{"label":"dog","score":0.75}]"#);
+        let list = write_best_labels(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
+        assert_eq!(list, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
     }
 }

@@ -16,8 +16,8 @@ pub(super) use self::body::{highest_indices, write_best_labels};
 use self::entailment::Entailment;
 use super::names::ServedNames;
 use super::{
-    MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, check_text_files, effort_of_texts, load_text_model,
-    request_text_files, text_input, text_limits,
+    MAX_SEQ_LENGTH, OnError, SharedReport, TextInputs, Usage, check_text_files, effort_of_texts,
+    load_text_model, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::fields::{Texts, excerpt};
@@ -30,7 +30,6 @@ use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::endpoints::CLASSIFY_URL as URL;
-use crate::protocol::reply::Usage;
 
 /// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
 /// made for each label before the shape of a tensor confirms their number.

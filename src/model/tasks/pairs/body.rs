@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::model::fields::{Fields, Keys, each_item, keys, list, string, texts};
 use crate::model::tasks::labels::highest_indices;
-use crate::protocol::reply::{Usage, to_json};
+use crate::model::tasks::{Usage, to_json};
 use crate::protocol::{TaskError, TaskErrorKind};
 
 pub const RERANK: Keys = keys! {

@@ -14,8 +14,8 @@ use super::labels::{label_count, sigmoid};
 use super::logit_score::{LOGIT_SCORE, PairPrompts, is_logit_score};
 use super::names::ServedNames;
 use super::{
-    MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files, effort_of_texts,
-    read_tokenizer, request_text_files, text_input, text_limits,
+    MAX_SEQ_LENGTH, OnError, ReportedInputs, SharedReport, TextInputs, Usage, check_text_files,
+    effort_of_texts, read_tokenizer, request_text_files, text_input, text_limits,
 };
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
@@ -28,7 +28,6 @@ use crate::model::{
     TaskErrorKind,
 };
 use crate::protocol::endpoints::{RERANK_URL, SCORE_URL};
-use crate::protocol::reply::Usage;
 
 /// Models that score pairs of texts.
 pub static FAMILY: Family = Family {

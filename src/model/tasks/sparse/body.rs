@@ -4,8 +4,8 @@
 use serde::Serialize;
 
 use crate::model::fields::{Fields, Keys, Texts, keys};
+use crate::model::tasks::to_json;
 use crate::protocol::TaskError;
-use crate::protocol::reply::to_json;
 
 pub const KEYS: Keys = keys! {
     "inputs", "input", "model", "prompt_name", "threshold", "top_k", "truncate";

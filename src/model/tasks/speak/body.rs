@@ -8,7 +8,7 @@ use flacenc::source::MemSource;
 use serde::Serialize;
 
 use crate::model::fields::{Fields, Keys, invalid, keys, string, texts};
-use crate::protocol::reply::to_json;
+use crate::model::tasks::to_json;
 use crate::protocol::{Body, TaskError, TaskErrorKind};
 
 /// The URL of requests for the list of voices.

@@ -1,13 +1,13 @@
-//! Reads requests for zero-shot classification of images, whose labels are in the request. They have the URL of `images`,
-//! and give images in the same ways. Pure: images are not decoded here.
+//! Reads requests for zero-shot classification of images, whose labels are in the request. They have the same
+//! URL and the same ways to give images as `image::request`. Pure: images are not decoded here.
 
 use serde_json::value::RawValue;
 
 use crate::model::fields::{Fields, Keys, each_item, keys, list, string};
-use crate::model::tasks::candidate_labels::{CandidateLabels, MAX_LABELS, check_count};
+use crate::model::tasks::candidate_labels::{CandidateLabels, MAX_LABELS};
 use crate::model::tasks::image::request::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
 use crate::protocol::message::{boolean_header, count_header, text_header};
-use crate::protocol::{FileUrl, Files, Headers, Message, TaskError, Value};
+use crate::protocol::{FileUrl, Files, Headers, Message, TaskError, TaskErrorKind, Value};
 
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";
@@ -64,7 +64,11 @@ impl ZeroShotRequest {
         let labels = match headers.get("labels") {
             None | Some(Value::Void) => return Err(missing_labels()),
             Some(Value::Array(values)) => {
-                check_count(values.len())?;
+                if values.len() > MAX_LABELS {
+                    let message =
+                        format!("labels holds {} items; at most {MAX_LABELS} are allowed", values.len());
+                    return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"));
+                }
                 let text = |value: &Value| value.as_str().map(str::to_owned).ok_or_else(not_a_list);
                 values.iter().map(text).collect::<Result<Vec<_>, _>>()?
             }
@@ -77,8 +81,8 @@ impl ZeroShotRequest {
                 each_item(&list(raw.get(), "labels", MAX_LABELS)?, "labels", string)?
             }
         };
-        let template = text_header(headers, "hypothesis_template")?;
-        let labels = CandidateLabels::in_headers(labels, template, DEFAULT_TEMPLATE)?;
+        let template = text_header(headers, "hypothesis_template")?.map(|it| (it, "hypothesis_template"));
+        let labels = CandidateLabels::new(labels, "labels", template, DEFAULT_TEMPLATE)?;
         Ok(Self {
             images: vec![image],
             is_list: false,
@@ -116,7 +120,7 @@ fn missing_labels() -> TaskError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::{Properties, TaskErrorKind};
+    use crate::protocol::Properties;
 
     fn json(body: &str) -> Result<ZeroShotRequest, TaskError> {
         let message = Message { body: body.to_owned().into(), ..Message::default() };

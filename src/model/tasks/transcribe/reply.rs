@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::request::{Format, SpeechTask};
-use crate::protocol::reply::to_json;
+use crate::model::tasks::to_json;
 use crate::protocol::{Body, TaskError};
 
 /// The media type of the formats that are not JSON.
