@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, Loaded, Pool, Python,
-    Replace, Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, LoadedSettings, Pool,
+    Python, Replace, Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -28,7 +28,7 @@ fn pairs(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
     pairs.iter().map(owned).collect()
 }
 
-fn url(loaded: &Loaded) -> &str {
+fn url(loaded: &LoadedSettings) -> &str {
     loaded.settings.broker.url[0].expose()
 }
 

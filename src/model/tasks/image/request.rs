@@ -1,6 +1,6 @@
-//! Reads requests to classify images, and the images in requests of other kinds. An image is the body of the message, with parameters
-//! as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`). Pure:
-//! images are not decoded here.
+//! Reads requests to classify images, and the images in requests of other kinds. An image is the body of the message,
+//! with parameters as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`).
+//! Pure: images are not decoded here.
 
 use bytes::Bytes;
 use serde_json::value::RawValue;
