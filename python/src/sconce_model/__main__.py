@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any
 
 from . import _bodies
-from ._class import computed, find, finished, load, options_from, options_of, prepared, routes, type_name
-from ._errors import ClassProblem, TaskError, last_line, short_traceback, told
+from ._class import computed, find, finished, load, options_from, options_of, prepared, probe_of, routes, type_name
+from ._errors import ClassProblem, TaskError, last_line, place, short_traceback, told
 from ._model import JSON, Body, Input, Model, Task, Worker
 from ._wire import VERSION, Channel, header, header_length, quit, written
 
@@ -102,7 +102,7 @@ class Process:
     def forward(self, ranges: list[list[int]]) -> bytes:
         places = [(task, index) for task, first, count in ranges for index in range(first, first + count)]
         outputs = computed(self.model, [self.held[task].inputs[index] for task, index in places])
-        found = list(outputs) if not self.has_values or isinstance(outputs, (list, tuple)) else []
+        found = [] if self.has_values and _bodies.is_matrix(outputs) else list(_bodies.own(outputs))
         errors = [[at, told(one)] for at, one in enumerate(found) if isinstance(one, BaseException)]
         fields: dict[str, Any] = {"count": len(places), "errors": errors}
         if not self.has_values:
@@ -117,6 +117,15 @@ class Process:
         reader, self.writer = await asyncio.open_unix_connection(sock=self.channel.socket)
         self.turn = asyncio.Lock()
         running: dict[int, asyncio.Task[None]] = {}
+        # Those that the worker has cancelled, and that have not ended.
+        self.cancelled: set[int] = set()
+
+        def ended(number: int, task: asyncio.Task[None]) -> None:
+            del running[number]
+            self.cancelled.discard(number)
+            if task.cancelled():  # before its first step
+                self.put_cancelled(number)
+
         while True:
             try:
                 frame = header(await reader.readexactly(header_length(await reader.readexactly(4))))
@@ -125,8 +134,9 @@ class Process:
             number = frame["task"]
             if frame["type"] == "stream":
                 running[number] = asyncio.ensure_future(self.answer(number))
-                running[number].add_done_callback(lambda _, of=number: running.pop(of))  # type: ignore[misc]
+                running[number].add_done_callback(lambda it, of=number: ended(of, it))  # type: ignore[misc]
             elif frame["type"] == "cancel" and number in running:
+                self.cancelled.add(number)
                 running[number].cancel(frame.get("reason"))
             elif frame["type"] != "cancel":
                 quit(f"the worker sent {frame['type']!r} on the model channel")
@@ -136,10 +146,15 @@ class Process:
         try:
             body = await self.streamed(number)
             self.put("done", task=number, **body.fields())
-        except asyncio.CancelledError:
-            self.put("ended", task=number, kind="task", status=499, message="cancelled", param=None)
         except BaseException as error:  # noqa: BLE001 - the class's own
-            self.put("ended", task=number, **told(error))
+            # Without a cancel of the worker, a `CancelledError` is the class's own.
+            if isinstance(error, asyncio.CancelledError) and number in self.cancelled:
+                self.put_cancelled(number)
+            else:
+                self.put("ended", task=number, **told(error))
+
+    def put_cancelled(self, number: int) -> None:
+        self.put("ended", task=number, kind="task", status=499, message="cancelled", param=None)
 
     async def streamed(self, number: int) -> Body:
         """The whole reply; its parts are sent meanwhile."""
@@ -148,6 +163,8 @@ class Process:
         try:
             async for part in generator:
                 parts.append(part)
+                if type(self.model).finish is Model.finish and not isinstance(part, str):
+                    finished(self.model, task, parts)  # raises, before the requester gets a part
                 self.put("part", task=number, **Body.of(part).fields())
                 async with self.turn:  # before Python 3.11 two cannot wait at once
                     await self.writer.drain()
@@ -205,7 +222,7 @@ def stage(channel: Channel, name: str) -> Iterator[None]:
         message = str(error)
         if not isinstance(error, ClassProblem):
             print(short_traceback(error), file=sys.stderr, flush=True)
-            message = f"{name}: {last_line(error)}"
+            message = f"{name}: {last_line(error)}{place(error)}"
         is_operators = isinstance(error, (ClassProblem, ImportError, SyntaxError))
         channel.write(written("failed", kind="operator" if is_operators else "model", message=message))
         os._exit(1)
@@ -226,7 +243,7 @@ def main() -> None:
     if start["mode"] == "describe":
         os._exit(0)
     with stage(channel, "load"):
-        worker = Worker(**{name: start[name] for name in Worker.__dataclass_fields__})
+        worker = Worker(**{**{name: start[name] for name in Worker.__dataclass_fields__}, "seed": start["seed"] % 2**32})
         device = "cpu" if start["device"] == "cpu" else "cuda:0"
         model = load(kind, device, DTYPES.get(start["dtype"], start["dtype"]), start["options"], worker)
         probe = probe_of(model)
@@ -238,14 +255,6 @@ def main() -> None:
         asyncio.run(process.serve_streams())
     else:
         process.serve_batches()
-
-
-def probe_of(model: Model) -> Task | None:
-    """The class's own, as a task for the first of its URLs."""
-    if not hasattr(model, "probe") or (given := model.probe()) is None:
-        return None
-    url, types = next(iter(routes(type(model)).items()))
-    return given if isinstance(given, Task) else Task.of(given, url, types[0])
 
 
 if __name__ == "__main__":

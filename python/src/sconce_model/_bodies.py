@@ -7,7 +7,7 @@ import base64
 import json
 import numbers
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._errors import TaskError
@@ -19,6 +19,9 @@ SCORE = "/v1/score"
 URLS = ("/v1/embeddings", SCORE)
 _UNCHANGED = {"dimensions": None, "errors": "task", "prompt_name": None, "truncate": True, "raw_scores": False, "instruction": None}
 """Fields that such a model does not have, with the values that change nothing."""
+
+
+_WANTED = "without `finish` the output of an input is a vector of real numbers, or a number"
 
 
 class Template(NamedTuple):
@@ -63,7 +66,7 @@ def _texts(task: Task, name: str) -> list[str]:
 def template(task: Task, count: int, worker: Worker) -> Template:
     """The reply to a task, without its numbers."""
     is_score = task.url == SCORE
-    encoding = task.field("encoding_format", "float") if task.content_type.endswith("json") else "float"
+    encoding = task.field("encoding_format", "float") if task.media_type.endswith("json") else "float"
     if not is_score and encoding not in ("float", "base64"):
         raise TaskError(400, f'encoding_format is {encoding!r}; it must be "float" or "base64"', "encoding_format")
     kind, head = "score" if is_score else "embedding", '{"object":"list","data":['
@@ -92,18 +95,47 @@ def f32(value: Any) -> bytes:
     """A vector, or a number, as little-endian numbers of 32 bits."""
     if isinstance(value, numbers.Real):
         return array("f", [float(value)]).tobytes()
+    kind = type(value).__name__
     if hasattr(value, "detach"):  # a tensor
-        value = value.detach().float().cpu().numpy()
+        value = value.detach()
+        value = value.cpu().numpy() if value.is_complex() else value.float().cpu().numpy()
     if hasattr(value, "astype"):  # an array
+        _check_array(value, 1)
         return bytes(value.astype("<f4").tobytes())
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
-        raise TypeError(f"forward returned {type(value).__name__} for an input; without `finish` it must be a vector or a number")
+    if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__len__"):
+        raise TypeError(f"forward returned {kind} for an input; {_WANTED}")
     return array("f", value).tobytes()
+
+
+def _check_array(value: Any, most: int) -> None:
+    """Raises `TypeError` for an array of more dimensions, of numbers that are not real, or with places without a number."""
+    if value.ndim > most:
+        raise TypeError(f"forward returned an array of the shape {tuple(value.shape)}; {_WANTED}")
+    if value.dtype.kind in "cSUmM" or hasattr(value, "mask"):
+        what = "with a mask" if hasattr(value, "mask") else f"of {value.dtype}"
+        raise TypeError(f"forward returned an array {what}; {_WANTED}")
+
+
+def is_matrix(outputs: Any) -> bool:
+    """Whether these are an array or a tensor of numbers, and so hold no errors."""
+    if hasattr(outputs, "detach"):
+        return not outputs.is_complex()
+    return hasattr(outputs, "astype") and outputs.dtype.kind != "O"
+
+
+def own(outputs: Any) -> Any:
+    """Outputs that are kept while the next batch is computed, which may reuse the memory of an array or a tensor."""
+    if hasattr(outputs, "detach"):
+        return outputs.detach().clone()
+    return outputs.copy() if hasattr(outputs, "astype") else outputs
 
 
 def rows(outputs: Sequence[Any]) -> tuple[Any, list[bytes]]:
     """How many numbers each output has, or all have, and the numbers."""
-    if getattr(outputs, "ndim", 0) == 2:  # at once
-        return len(outputs[0]), [f32(outputs)]
+    if is_matrix(outputs) and outputs.ndim == 2:  # at once
+        if hasattr(outputs, "detach"):
+            outputs = outputs.detach().float().cpu().numpy()
+        _check_array(outputs, 2)
+        return int(outputs.shape[1]), [bytes(outputs.astype("<f4").tobytes())]
     every = [b"" if isinstance(output, Exception) else f32(output) for output in outputs]
     return [len(one) // 4 for one in every], every

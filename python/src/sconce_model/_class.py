@@ -6,9 +6,11 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
+import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,9 @@ METHODS = {
     "finish": ("task", "outputs"),
     "probe": (),
 }
+_LARGEST = 2**53
+_SIZES = f"it has 1 to {_LARGEST} tokens, and 0 to {_LARGEST} bytes"
+_GENERIC = {list, typing.Final, typing.Union, getattr(types, "UnionType", typing.Union)}
 CONCURRENCY = 16
 """How many tasks `stream` runs at once, unless the class has an option `concurrency`, or the settings say another number."""
 
@@ -80,6 +85,10 @@ def checked(given: Any) -> type[Model]:
     for method in METHODS:
         if hasattr(model, method):
             _check_method(model, method)
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise ClassProblem(f"{name}.__init__ must need no arguments, as options are given to load: {error}") from None
     kinds = [kind for kind in ("forward", "stream") if hasattr(model, kind)]
     if len(kinds) != 1:
         has = "both" if kinds else "neither"
@@ -127,15 +136,17 @@ def options_of(model: type[Model]) -> dict[str, tuple[Any, Any]]:
     holder = model.Options
     own = {name: value for one in reversed(holder.__mro__[:-1]) for name, value in vars(one).items() if name[0] != "_"}
     try:
-        types = {**{name: type(value) for name, value in own.items()}, **typing.get_type_hints(holder)}
+        wanted = {**{name: type(value) for name, value in own.items()}, **typing.get_type_hints(holder)}
     except Exception as error:  # noqa: BLE001 - a name that is none, syntax of a later Python
         raise ClassProblem(f"the types of {holder.__qualname__} cannot be read: {error}") from None
     for name, value in own.items():
-        if not _is(value, types[name]):
-            raise ClassProblem(f"{holder.__qualname__}.{name} is {value!r} by default; its type is {type_name(types[name])}")
+        if not _is(value, wanted[name]):
+            raise ClassProblem(f"{holder.__qualname__}.{name} is {value!r} by default; its type is {type_name(wanted[name])}")
+    for name, one in wanted.items():
+        _check_type(f"{holder.__qualname__}.{name}", one)
     if hasattr(model, "stream"):
-        types, own = {"concurrency": int, **types}, {"concurrency": CONCURRENCY, **own}
-    return {name: (wanted, own.get(name, ...)) for name, wanted in types.items()}
+        wanted, own = {"concurrency": int, **wanted}, {"concurrency": CONCURRENCY, **own}
+    return {name: (one, own.get(name, ...)) for name, one in wanted.items()}
 
 
 def options_from(model: type[Model], given: Mapping[str, Any]) -> Any:
@@ -150,7 +161,8 @@ def options_from(model: type[Model], given: Mapping[str, Any]) -> Any:
     for name, (wanted, default) in known.items():
         if (value := given.get(name, default)) is ...:
             raise ClassProblem(f"options.{name} is not set; {model.__name__} needs it, of the type {type_name(wanted)}")
-        setattr(holder, name, value)
+        # As a number of Python's own, for whom it is one: a tensor of an int would be of ints.
+        setattr(holder, name, float(value) if known[name][0] is float else value)
     if hasattr(model, "stream") and not 1 <= holder.concurrency <= 1024:  # type: ignore[attr-defined]
         raise ClassProblem("options.concurrency must be from 1 to 1024")
     return holder
@@ -169,7 +181,21 @@ def _is(value: Any, wanted: Any) -> bool:
         return isinstance(value, list) and all(_is(item, arguments[0]) for item in value)
     if arguments:  # a union
         return any(_is(value, one) for one in arguments)
-    return type(value) is wanted or (wanted is float and type(value) is int)
+    if wanted is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is wanted
+
+
+def _check_type(place: str, wanted: Any) -> None:
+    """Raises `ClassProblem` for the type of an option whose values could not be checked."""
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is None or origin is typing.Literal:
+        return
+    if origin not in _GENERIC:
+        allowed = "str, int, float, bool, list, dict, list[…], Literal and Optional"
+        raise ClassProblem(f"the type of {place} is {type_name(wanted)}; options have the types {allowed}")
+    for one in arguments:
+        _check_type(place, one)
 
 
 def load(
@@ -189,6 +215,14 @@ def load(
     return model
 
 
+def probe_of(model: Model) -> Task | None:
+    """The class's own, as a task for the first of its URLs."""
+    if not hasattr(model, "probe") or (given := model.probe()) is None:
+        return None
+    url, types = next(iter(routes(type(model)).items()))
+    return given if isinstance(given, Task) else Task.of(given, url, types[0])
+
+
 def prepared(model: Model, task: Task) -> list[Input]:
     """The inputs of a task, which then knows how many tokens they have.
     Raises whatever `preprocess` raises; `TaskError` if they are too many."""
@@ -198,11 +232,9 @@ def prepared(model: Model, task: Task) -> list[Input]:
     for one in inputs:
         if not isinstance(one, Input):
             raise TypeError(f"preprocess returned a list with {type(one).__name__}; it must be a list of Input")
-        one.tokens = int(one.tokens)
-        if one.tokens < 1:
-            raise ValueError(f"preprocess returned an Input of {one.tokens} tokens; it has at least 1")
-        if one.bytes is None:
-            one.bytes = _size(one.value)
+        one.tokens, one.bytes = int(one.tokens), int(_size(one.value) if one.bytes is None else one.bytes)
+        if not 1 <= one.tokens <= _LARGEST or not 0 <= one.bytes <= _LARGEST:
+            raise ValueError(f"preprocess returned an Input of {one.tokens} tokens and {one.bytes} bytes; {_SIZES}")
     task.tokens = sum(one.tokens for one in inputs)
     return inputs
 
@@ -222,7 +254,7 @@ def _size(value: Any) -> int:
 def computed(model: Model, batch: list[Input]) -> Any:
     """The outputs of a batch, as `forward` returned them: one for each input. Raises whatever `forward` raises."""
     outputs = model.forward(batch)
-    if not hasattr(outputs, "__len__"):
+    if not hasattr(outputs, "__len__") or isinstance(outputs, (str, bytes, Mapping, Set)):
         raise TypeError(f"forward returned {type(outputs).__name__}; it must be a list, an array or a tensor")
     if len(outputs) != len(batch):
         raise ValueError(f"forward returned {len(outputs)} outputs for {len(batch)} inputs")

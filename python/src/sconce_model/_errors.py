@@ -14,12 +14,17 @@ _HERE = str(Path(__file__).parent)
 class TaskError(Exception):
     """Refuses a task, or one of its inputs: the requester gets the message, and the task is not tried again."""
 
+    # Those of a subclass that does not call `__init__`.
+    status, message, param = 400, "", None
+
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         """`status` is from 400 to 499; the reply has 404, 408 or 413, and 400 for all others. `param` names the field at fault."""
         super().__init__(message)
-        if not 400 <= status <= 499:
+        if not 400 <= int(status) <= 499:
             raise ValueError(f"the status of a TaskError is from 400 to 499, not {status}; for a fault, raise another exception")
-        self.status, self.message, self.param = status, str(message), param
+        path = param if isinstance(param, (list, tuple)) else (param,)  # pydantic's `loc` is a tuple
+        self.status, self.message = int(status), str(message)
+        self.param = None if param is None else ".".join(map(str, path))
 
 
 class ClassProblem(Exception):
@@ -28,20 +33,33 @@ class ClassProblem(Exception):
 
 def last_line(error: BaseException) -> str:
     """What Python prints last: the type and the message."""
-    return _cut(" ".join(traceback.format_exception_only(type(error), error)[-1].split()), 1000)
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    notes = sum(len(str(note).splitlines()) for note in getattr(error, "__notes__", ()))  # which stand behind the message
+    return _cut(" ".join(lines[max(len(lines) - notes - 1, 0)].split()), 1000)
+
+
+def place(error: BaseException) -> str:
+    """The innermost line outside this package where it was raised, as ` (FILE:LINE)`; nothing if there is none."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((_HERE, "<frozen"))]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def short_traceback(error: BaseException) -> str:
     """The innermost frames, without those of this package."""
     frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((_HERE, "<frozen"))]
     lines = [*traceback.format_list(frames[-FRAMES:]), *traceback.format_exception_only(type(error), error)]
+    if cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        lines.append(f"which was raised because of {last_line(cause)}{place(cause)}\n")
     return _cut("".join(lines).rstrip(), LONGEST)
 
 
 def told(error: BaseException) -> dict[str, Any]:
     """An exception, as the worker is told of it. The traceback of one that is nobody's intention goes to the log."""
     if isinstance(error, TaskError):
-        return {"kind": "task", "status": error.status, "message": _cut(error.message, LONGEST), "param": error.param}
+        message = error.message or str(error) or type(error).__name__
+        return {"kind": "task", "status": error.status, "message": _cut(message, LONGEST), "param": error.param}
     print(short_traceback(error), file=sys.stderr, flush=True)
     kind = "out_of_memory" if is_out_of_memory(error) else "error"
     return {"kind": kind, "message": last_line(error)}

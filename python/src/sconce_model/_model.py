@@ -38,6 +38,12 @@ class Body:
     data: bytes
     content_type: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.content_type, str):
+            raise TypeError(f"the content type of a Body is {self.content_type!r}; it must be a str")
+        if not isinstance(self.data, bytes):  # an array's length is not its number of bytes
+            object.__setattr__(self, "data", memoryview(self.data).tobytes())
+
     def fields(self) -> dict[str, Any]:
         return {"content_type": self.content_type, "buffers": [self.data]}
 
@@ -48,7 +54,8 @@ class Body:
             return value
         if isinstance(value, str):
             return Body(value.encode(), "text/plain; charset=utf-8")
-        return Body(json.dumps(value, allow_nan=False, default=lambda it: it.tolist()).encode(), JSON)
+        data = json.dumps(value, allow_nan=False, ensure_ascii=False, default=lambda it: it.tolist())
+        return Body(data.encode(), JSON)  # half a surrogate pair is no text, and raises here
 
 
 @dataclass
@@ -69,6 +76,11 @@ class Task:
         """A task with bytes as its body, or with anything else as JSON."""
         return cls(body if isinstance(body, bytes) else json.dumps(body).encode(), url, content_type)
 
+    @property
+    def media_type(self) -> str:
+        """The content type without its parameters, in small letters."""
+        return self.content_type.partition(";")[0].strip().lower()
+
     def json(self) -> Any:
         """The body as JSON. Raises `TaskError` if it is none."""
         try:
@@ -78,7 +90,8 @@ class Task:
 
     @cached_property
     def _json(self) -> Any:
-        found = json.loads(self.body, parse_constant=_no_number)
+        # From bytes, `loads` would guess an encoding, and take half a surrogate pair for a character.
+        found = json.loads(self.body.decode("utf-8-sig"), parse_constant=_no_number)
         if b"\\u" in self.body:
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text, and cannot be encoded
         return found
@@ -108,7 +121,7 @@ class Worker:
     """Its name, in logs and in `sconce ctl stats`."""
     slot_index: int = 0
     seed: int = 0
-    """Another one for each slot, and the same after each restart: for `torch.manual_seed`, if the model draws numbers."""
+    """32 bits, another one for each slot, and the same after each restart: for `torch.manual_seed` or `numpy.random.seed`."""
     threads: int = 1
     device_name: str = "cpu"
     """`cpu`, or the card's UUID. The model sees this card only, as `cuda:0`."""

@@ -35,7 +35,7 @@ def header(data: bytes) -> dict[str, Any]:
         found = json.loads(data)
         sizes = found.setdefault("buffers", [])
         is_good = len(sizes) <= _MOST_BUFFERS and all(size >= 0 for size in sizes) and sum(sizes) <= _MOST_BYTES
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         quit(f"a frame of the worker cannot be read: {error}")
     if not is_good:
         quit(f"a frame of the worker has {len(sizes)} buffers of {sum(sizes)} bytes")
@@ -49,7 +49,7 @@ def written(type_: str, buffers: Sequence[bytes] = (), **fields: Any) -> bytes:
     if len(sizes) > _MOST_BUFFERS or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"{len(sizes)} buffers of {sum(sizes)} bytes are more than the worker takes")
     # An error may quote half a surrogate pair, which is no JSON: the worker gets a question mark.
-    head = json.dumps({"type": type_, **fields, "buffers": sizes}, ensure_ascii=False).encode(errors="replace")
+    head = json.dumps({"type": type_, **fields, "buffers": sizes}, ensure_ascii=False, allow_nan=False).encode(errors="replace")
     return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 

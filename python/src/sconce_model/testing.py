@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from ._class import computed, finished, load, options_from, prepared, routes
+from ._class import computed, finished, load, options_from, prepared, probe_of, routes
 from ._errors import TaskError
 from ._model import Body, Input, Model, Task
 
@@ -26,10 +26,14 @@ class Reply:
 
     def json(self) -> Any:
         """The body as JSON. Raises the task's error."""
-        if self.error:
-            raise self.error
+        self.raise_error()
         assert self.body is not None
         return json.loads(self.body.data)
+
+    def raise_error(self) -> None:
+        """Raises the task's error, if it has one."""
+        if self.error:
+            raise self.error
 
 
 def run(
@@ -45,9 +49,17 @@ def run(
     one for the first of the class's URLs: bytes, or anything else as JSON. `batch` inputs of all tasks are computed together; if
     that fails, they are halved, until the input at fault is alone.
     """
+    if isinstance(tasks, (Mapping, str, bytes, Task)):
+        raise TypeError(f"tasks is a {type(tasks).__name__}; it is a list of tasks, or of their bodies")
     model = load(kind, device, dtype, options)
+    if probe := probe_of(model):  # which a worker computes before it takes work
+        [reply] = _answers(model, [probe], options, batch)
+        reply.raise_error()
     url, types = next(iter(routes(type(model)).items()))
-    every = [it if isinstance(it, Task) else Task.of(it, url, types[0]) for it in tasks]
+    return _answers(model, [it if isinstance(it, Task) else Task.of(it, url, types[0]) for it in tasks], options, batch)
+
+
+def _answers(model: Model, every: list[Task], options: Mapping[str, Any] | None, batch: int) -> list[Reply]:
     if hasattr(model, "stream"):
         most = options_from(type(model), options or {}).concurrency
         return asyncio.run(_streamed(model, every, most))
