@@ -3,11 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::ptr;
-use std::sync::Arc;
 
 use anyhow::Context as _;
-use parking_lot::Mutex;
-use tokio::sync::oneshot::channel as oneshot_channel;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
@@ -20,7 +17,7 @@ use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
 use crate::protocol::embeddings;
-use crate::python::{self, Process, Start};
+use crate::python;
 use crate::shutdown::Exit;
 use crate::worker::{load_spec, pool_spec};
 
@@ -31,13 +28,6 @@ pub struct Registry {
     named: BTreeMap<String, Named>,
     /// The families that serve models by their files.
     by_files: Vec<(&'static Family, Starter)>,
-}
-
-/// What serves the pool of an assignment.
-pub(super) struct Started {
-    pub(super) starter: Starter,
-    /// The process of a model in Python. The caller kills its group in the end.
-    pub(super) process: Option<Arc<Process>>,
 }
 
 /// The code that serves a name.
@@ -136,43 +126,13 @@ impl Registry {
         }
     }
 
-    /// What serves the pool of an assignment. A model in Python gets its process here, so call this on the thread that lives
-    /// as long as the worker.
-    pub(super) fn start(&self, assignment: &Assignment) -> Started {
+    /// The code that serves the pool of an assignment. If there is none, loading the model fails.
+    pub(super) fn starter(&self, assignment: &Assignment) -> Starter {
         let pool = &assignment.pool;
-        if pool.python_class().is_none() {
-            return Started { starter: self.starter(pool), process: None };
+        if pool.python_class().is_some() {
+            let assignment = assignment.clone();
+            return foreign(move |spec, wake| python::load(&assignment, spec, wake));
         }
-        let start = Start {
-            python: &pool.python,
-            device: &assignment.device,
-            threads: assignment.threads,
-            timeout: pool.batch.timeout,
-        };
-        match Process::start(&start) {
-            Ok((process, lost)) => {
-                let (loaded, assignment, lost) =
-                    (process.clone(), assignment.clone(), Mutex::new(Some(lost)));
-                let starter = foreign(move |spec, wake| {
-                    // A starter is used once.
-                    let lost = lost.lock().take().unwrap_or_else(|| oneshot_channel().1);
-                    python::load(&loaded, &assignment, spec, lost, wake)
-                });
-                Started { starter, process: Some(process) }
-            }
-            Err(error) => {
-                let reason = format!("the process of a model in Python cannot be started: {error}");
-                let failed = move |spec: &LoadSpec| LoadError::Process {
-                    model: spec.source.clone(),
-                    reason: reason.clone(),
-                };
-                Started { starter: chosen(move |spec| Err(failed(spec))), process: None }
-            }
-        }
-    }
-
-    /// The code that serves a pool's model, which is not in Python. If there is none, loading the model fails.
-    fn starter(&self, pool: &Pool) -> Starter {
         if let Some(named) = self.named(&pool.model) {
             return named.starter.clone();
         }

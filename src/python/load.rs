@@ -210,20 +210,18 @@ fn dtype(said: Option<&str>, spec: &LoadSpec) -> Dtype {
     said.and_then(known).unwrap_or(spec.dtype)
 }
 
-/// Has a process load the class of an assignment. Blocks until it has. `wake` wakes the loop, `lost` resolves when the
-/// process is lost.
+/// Starts the process of an assignment, which loads its class. Blocks until it has. `wake` wakes the loop.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
 pub fn load(
-    process: &Arc<Process>,
     assignment: &Assignment,
     spec: &LoadSpec,
-    lost: oneshot::Receiver<String>,
     wake: Waker,
 ) -> Result<Foreign<PythonProcessor, Batches, PythonStreams>, LoadError> {
     let Assignment { device, slot, worker, threads, pool, .. } = assignment;
-    let loading = Loading::begin(process, &pool.model)?;
+    let (process, lost) = start(pool, device, *threads, pool.batch.timeout)?;
+    let loading = Loading::begin(&process, &pool.model)?;
     let place = Place { device, slot, worker, threads: *threads };
     let description = loading.describe(&start_frame("serve", pool, spec, place)?, None)?;
     let (said, probe, mut frame) = match loading.next(None)? {
@@ -266,23 +264,33 @@ pub fn load(
 /// # Errors
 /// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
 pub fn describe(pool: &Pool, spec: &LoadSpec) -> Result<Described, LoadError> {
-    let start = Start { python: &pool.python, device: "cpu", threads: 1, timeout: DESCRIBE_TIMEOUT };
-    let failed =
-        |error: io::Error| LoadError::Process { model: pool.model.clone(), reason: error.to_string() };
-    let (process, _lost) = Process::start(&start).map_err(failed)?;
-    described_within(&process, pool, spec, DESCRIBE_TIMEOUT)
+    describe_within(pool, spec, DESCRIBE_TIMEOUT)
 }
 
-/// As [`describe`], in a process that is started, and within this time. Ends the process.
-pub(super) fn described_within(
-    process: &Process,
+/// As [`describe`], within this time.
+pub(super) fn describe_within(
     pool: &Pool,
     spec: &LoadSpec,
     time: Duration,
 ) -> Result<Described, LoadError> {
+    let (process, _lost) = start(pool, "cpu", 1, time)?;
     let place = Place { device: "cpu", slot: "check-config/0", worker: "check-config", threads: 1 };
-    let described = Loading::begin(process, &pool.model)
+    let described = Loading::begin(&process, &pool.model)
         .and_then(|loading| loading.describe(&start_frame("describe", pool, spec, place)?, Some(time)));
-    process.kill_group();
+    process.give_up("it is described");
     described.map(Described)
+}
+
+/// Starts a process for a pool's class.
+fn start(
+    pool: &Pool,
+    device: &str,
+    threads: usize,
+    timeout: Duration,
+) -> Result<(Arc<Process>, oneshot::Receiver<String>), LoadError> {
+    let start = Start { python: &pool.python, device, threads, timeout };
+    Process::start(&start).map_err(|error| LoadError::Process {
+        model: pool.model.clone(),
+        reason: format!("its process cannot be started: {error}"),
+    })
 }

@@ -8,7 +8,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
 
-use super::processes::lives;
+use super::processes::{children, lives};
 use super::rig::{Rig, eventually, line};
 use super::runs::{PACKAGE, TINY, answers_of, run_of, start, statuses};
 
@@ -40,10 +40,12 @@ fn a_text_that_kills_its_process_is_an_error_alone_also_if_it_does_so_by_a_signa
 
 #[test]
 fn a_text_that_takes_longer_than_the_timeout_is_an_error_alone() {
-    let (ended, answers) = answers_of(TINY, "Tiny", &with("hang"), &["--set", "pool[0].batch.timeout=1s"]);
-    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
-    let expected: Vec<i64> = (0..8).map(|n| if n == 3 { 500 } else { 200 }).collect();
-    assert_eq!(statuses(&answers), expected, "{}", ended.stderr);
+    for bad in ["hang", "stop"] {
+        let (ended, answers) = answers_of(TINY, "Tiny", &with(bad), &["--set", "pool[0].batch.timeout=1s"]);
+        assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+        let expected: Vec<i64> = (0..8).map(|n| if n == 3 { 500 } else { 200 }).collect();
+        assert_eq!(statuses(&answers), expected, "{bad}: {}", ended.stderr);
+    }
 }
 
 #[test]
@@ -70,7 +72,8 @@ fn a_gigabyte_of_output_is_left_out_of_the_log_and_out_of_the_frames() {
     assert!(ended.stderr.len() < 1_000_000, "{}", ended.stderr.len());
 }
 
-/// A class that forks a child and starts a program, both of which only a SIGKILL ends, and writes their ids to `pids`.
+/// A class that forks a child, starts a program, and leaves a daemon that has a session, a group and an environment of its
+/// own and no parent. Only a SIGKILL ends them. Their ids, and that of the class's process, are in `pids`.
 fn forking() -> String {
     TINY.replace(
         "HERE = Path(__file__).parent\n",
@@ -84,7 +87,10 @@ def fork():
         while True:
             time.sleep(1)
     program = subprocess.Popen(["sleep", "1000"])
-    (HERE / "pids.new").write_text(f"{os.getpid()} {child} {program.pid}")
+    parent_of_daemon = "import os; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); os.close(1); " \
+        "os.execve('/bin/sleep', ['sleep', '1000'], {})"
+    daemon = int(subprocess.run([sys.executable, "-c", parent_of_daemon], stdout=subprocess.PIPE, check=True).stdout)
+    (HERE / "pids.new").write_text(f"{os.getpid()} {child} {program.pid} {daemon}")
     (HERE / "pids.new").rename(HERE / "pids")
 "#,
     )
@@ -117,6 +123,9 @@ fn no_process_of_a_class_outlives_a_worker_that_is_killed() {
     let (rig, run) = run_of(&forking(), "Tiny", &["hang"], &[]);
     let first = pids(&rig.path(""));
     let worker = eventually("there is a worker", || run.workers().pop());
+    // As a service manager does to all processes of a service.
+    let supervisor = children(worker, "python-process").pop().unwrap();
+    kill(Pid::from_raw(supervisor as i32), Signal::SIGTERM).unwrap();
     kill(Pid::from_raw(worker as i32), Signal::SIGKILL).unwrap();
     assert_gone(&first);
     run.signal(Signal::SIGINT);

@@ -36,6 +36,7 @@ class Tiny(sconce_model.Model):
         "exit": lambda: os._exit(3),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "hang": hang,
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
 
     def forward(self, batch):
