@@ -39,6 +39,11 @@ impl Described {
         let line = |DescribedOption { name, kind, value }: &_| format!("option {name} ({kind}) = {value}");
         self.0.options.iter().map(line)
     }
+
+    /// What it answers.
+    pub fn routes(&self) -> &'static [Route] {
+        routes(&self.0)
+    }
 }
 
 impl fmt::Display for Described {

@@ -23,7 +23,7 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     let slot = slot(arguments, registry)?;
     reexec_with_environment(&environment(&slot))?;
     start_logging(Some(QUIET))?;
-    let tasks: Vec<Work> = bodies(&arguments.texts, registry.sample(&slot.pool))
+    let tasks: Vec<Work> = bodies(&arguments.texts, &slot.pool, registry)
         .exits_with(Exit::Usage)?
         .take(arguments.tasks)
         .collect();

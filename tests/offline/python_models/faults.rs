@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::processes::{children, lives};
 use super::rig::{Rig, eventually, line};
-use super::runs::{PACKAGE, TINY, answers_of, run_of, start, statuses};
+use super::runs::{TINY, answers_of, pools_of, run_of, start, statuses};
 
 /// Eight texts, the fourth with this one.
 fn with(bad: &str) -> [&str; 8] {
@@ -148,8 +148,7 @@ fn no_process_of_a_class_outlives_a_launcher_that_is_killed() {
 
 #[test]
 fn the_death_of_an_idle_process_ends_its_worker_which_is_started_again() {
-    // Which URLs a class answers is not known here, so the line names its model.
-    let rig = Rig::new(&[line("r-0", json!({"input": "a", "model": "Tiny"}))]);
+    let rig = Rig::new(&[line("r-0", json!({"input": "a"}))]);
     let folder = rig.path("");
     fs::create_dir(folder.join("loaded")).unwrap();
     let idle = r#"
@@ -177,15 +176,8 @@ class Idle(sconce_model.Model):
     );
     fs::write(folder.join("tiny_class.py"), code).unwrap();
     fs::write(folder.join("idle_class.py"), idle).unwrap();
-    let pool = |name: &str, class: &str| {
-        format!(
-            "[[pool]]\nname = {name:?}\ntask_queue = {name:?}\ndevices = \"cpu\"\nmodel = \"python:./{name}_class.py:{class}\"\n\
-             [pool.python]\npath = [{PACKAGE:?}]\n"
-        )
-    };
-    let file = rig.path("sconce.toml");
-    fs::write(&file, pool("tiny", "Tiny") + &pool("idle", "Idle")).unwrap();
-    let mut command = rig.command(&["--config", file.to_str().unwrap(), "--pool", "tiny", "--pool", "idle"]);
+    let file = pools_of(&rig, &[("tiny", "./tiny_class.py:Tiny"), ("idle", "./idle_class.py:Idle")]);
+    let mut command = rig.command(&["--config", &file]);
     command.env("SCONCE_LOG", "info");
     let ended = rig.start_command(command).wait();
     assert_eq!((ended.code, statuses(&rig.answers())), (Some(0), vec![200]), "{}", ended.stderr);

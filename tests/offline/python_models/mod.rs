@@ -6,6 +6,7 @@
 mod answers;
 mod design;
 mod faults;
+mod pools;
 mod refusals;
 mod runs;
 

@@ -83,3 +83,16 @@ pub fn answers_of(code: &str, class: &str, texts: &[&str], more: &[&str]) -> (En
 pub fn statuses(answers: &[Value]) -> Vec<i64> {
     answers.iter().map(|answer| answer["response"]["status_code"].as_i64().unwrap()).collect()
 }
+
+/// Writes settings with a pool for each of these classes, and returns their file.
+pub fn pools_of(rig: &Rig, classes: &[(&str, &str)]) -> String {
+    let pool = |(name, class): &(&str, &str)| {
+        format!(
+            "[[pool]]\nname = {name:?}\ntask_queue = {name:?}\ndevices = \"cpu\"\nmodel = \"python:{class}\"\n\
+             [pool.python]\npath = [{PACKAGE:?}]\n"
+        )
+    };
+    let file = rig.path("sconce.toml");
+    fs::write(&file, classes.iter().map(pool).collect::<String>()).unwrap();
+    file.to_str().unwrap().to_owned()
+}
