@@ -5,11 +5,13 @@
 use std::fmt;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::io;
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::oneshot;
 
 use super::batches::Batches;
@@ -26,6 +28,9 @@ use crate::model::{LoadError, LoadSpec, Message, Properties, Route, model_name};
 
 /// How long describing a class may take: the time to import its module.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(60);
+/// After how long the log says for the first time that the process is still importing or loading. It says so again each time
+/// it has taken twice as long.
+const FIRST_REMARK: Duration = Duration::from_secs(4);
 /// The most URLs that a class may answer, and the most tasks that it may run at once.
 const MAX_URLS: usize = 64;
 const MAX_CONCURRENCY: usize = 1_024;
@@ -140,8 +145,14 @@ impl<'a> Loading<'a> {
         }
     }
 
-    /// The next answer. `time`: how long it may take.
-    fn next(&self, time: Option<Duration>) -> Result<(Answer, Frame), LoadError> {
+    /// The next answer, for which the process is `doing` something. `time`: how long it may take; none: as long as it needs.
+    fn next(&self, doing: &str, time: Option<Duration>) -> Result<(Answer, Frame), LoadError> {
+        let (since, mut remark) = (Instant::now(), FIRST_REMARK);
+        while time.is_none() && !is_readable(&self.channel, remark.saturating_sub(since.elapsed())) {
+            let seconds = remark.as_secs();
+            tracing::info!(model = self.model, seconds, "the Python process is still {doing}");
+            remark *= 2;
+        }
         let answer = read_frame(&self.channel, time).and_then(|frame| Ok((frame.header()?, frame)));
         let (answer, frame) =
             answer.map_err(|error| match time.filter(|_| error.kind() == io::ErrorKind::TimedOut) {
@@ -167,7 +178,7 @@ impl<'a> Loading<'a> {
         time: Option<Duration>,
     ) -> Result<Description, LoadError> {
         write_frame(&self.channel, &Request::Start(start), &[]).map_err(|error| self.lost(&error))?;
-        let description = match self.next(time)? {
+        let description = match self.next("importing its module", time)? {
             (Answer::Described(description), _) => *description,
             _ => return Err(self.refused("its process has not described the class first".to_owned())),
         };
@@ -193,6 +204,12 @@ impl<'a> Loading<'a> {
         }
         Ok(description)
     }
+}
+
+/// Waits until a channel can be read, or is closed. False if that takes longer than `time`.
+fn is_readable(channel: &UnixStream, time: Duration) -> bool {
+    let timeout = PollTimeout::try_from(time).unwrap_or(PollTimeout::MAX);
+    poll(&mut [PollFd::new(channel.as_fd(), PollFlags::POLLIN)], timeout) != Ok(0)
 }
 
 /// The routes of a class. They are needed as long as the worker lives, which has one class.
@@ -229,7 +246,7 @@ pub fn load(
     let loading = Loading::begin(&process, &pool.model)?;
     let place = Place { device, slot, worker, threads: *threads };
     let description = loading.describe(&start_frame("serve", pool, spec, place)?, None)?;
-    let (said, probe, mut frame) = match loading.next(None)? {
+    let (said, probe, mut frame) = match loading.next("loading the model", None)? {
         (Answer::Ready { dtype, probe }, frame) => (dtype, probe, frame),
         _ => return Err(loading.refused("its process has sent something else than `ready`".to_owned())),
     };

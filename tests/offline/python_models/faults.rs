@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::processes::{children, lives};
 use super::rig::{Rig, eventually, line};
-use super::runs::{TINY, answers_of, pools_of, run_of, start, statuses};
+use super::runs::{TINY, answers_of, command, pools_of, run_of, start, statuses};
 
 /// Eight texts, the fourth with this one.
 fn with(bad: &str) -> [&str; 8] {
@@ -70,6 +70,31 @@ fn a_gigabyte_of_output_is_left_out_of_the_log_and_out_of_the_frames() {
     let (ended, answers) = answers_of(&code, "Tiny", &["a"], &[]);
     assert_eq!((ended.code, statuses(&answers)), (Some(0), vec![200]), "{}", ended.stderr.len());
     assert!(ended.stderr.len() < 1_000_000, "{}", ended.stderr.len());
+}
+
+#[test]
+fn an_import_that_takes_longer_than_a_batch_may_is_waited_for_and_the_log_says_so() {
+    let code = TINY.replace("HERE = ", "time.sleep(5)\nHERE = ");
+    let rig = Rig::new(&[line("r-0", json!({"input": "a"}))]);
+    let mut command = command(&rig, &code, "Tiny", &["--set", "pool[0].batch.timeout=1s"]);
+    command.env("SCONCE_LOG", "info");
+    let ended = rig.start_command(command).wait();
+    assert_eq!((ended.code, statuses(&rig.answers())), (Some(0), vec![200]), "{}", ended.stderr);
+    assert!(ended.stderr.contains("still importing its module"), "{}", ended.stderr);
+}
+
+#[test]
+fn an_import_without_an_end_does_not_hold_up_a_stop() {
+    let code = TINY.replace(
+        "HERE = Path(__file__).parent\n",
+        "HERE = Path(__file__).parent\n(HERE / \"pids\").write_text(str(os.getpid()))\ntime.sleep(1000)\n",
+    );
+    let (rig, run) = run_of(&code, "Tiny", &["a"], &[]);
+    let importing = pids(&rig.path(""));
+    run.signal(Signal::SIGINT);
+    let ended = run.wait();
+    assert!(ended.code.is_some_and(|code| code != 0), "{}", ended.stderr);
+    assert_gone(&importing);
 }
 
 /// A class that forks a child, starts a program, and leaves a daemon that has a session, a group and an environment of its

@@ -1,6 +1,7 @@
 //! A run of `sconce run-batch` whose model is a class in Python.
 
 use std::fs;
+use std::process::Command;
 
 use serde_json::{Value, json};
 
@@ -56,6 +57,11 @@ pub fn run_of(code: &str, class: &str, texts: &[&str], more: &[&str]) -> (Rig, P
 
 /// Starts a run with this class.
 pub fn start(rig: &Rig, code: &str, class: &str, more: &[&str]) -> Process {
+    rig.start_command(command(rig, code, class, more))
+}
+
+/// The command of a run with this class.
+pub fn command(rig: &Rig, code: &str, class: &str, more: &[&str]) -> Command {
     let file = rig.path("tiny_class.py");
     fs::write(&file, code).unwrap();
     let model = format!("python:{}:{class}", file.display());
@@ -68,7 +74,7 @@ pub fn start(rig: &Rig, code: &str, class: &str, more: &[&str]) -> Process {
         arguments.extend(["--devices", "cpu"]);
     }
     arguments.extend(more);
-    rig.start(&arguments)
+    rig.command(&arguments)
 }
 
 /// The same to its end.
