@@ -87,7 +87,8 @@ fn an_import_that_takes_longer_than_a_batch_may_is_waited_for_and_the_log_says_s
 fn an_import_without_an_end_does_not_hold_up_a_stop() {
     let code = TINY.replace(
         "HERE = Path(__file__).parent\n",
-        "HERE = Path(__file__).parent\n(HERE / \"pids\").write_text(str(os.getpid()))\ntime.sleep(1000)\n",
+        "HERE = Path(__file__).parent\n(HERE / \"new\").write_text(str(os.getpid()))\n(HERE / \"new\").rename(HERE / \"pids\")\n\
+         time.sleep(1000)\n",
     );
     let (rig, run) = run_of(&code, "Tiny", &["a"], &[]);
     let importing = pids(&rig.path(""));
