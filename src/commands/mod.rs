@@ -64,7 +64,10 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             Ok(Exit::Done)
         }
         Command::PythonProcess { executable } => match supervise(&executable) {
-            #[expect(clippy::disallowed_methods, reason = "the status is the interpreter's, and has no `Exit`")]
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "the status is the interpreter's, and has no `Exit`"
+            )]
             Ok(status) => std::process::exit(status),
             Err(error) => {
                 Err(anyhow!("pool.python.executable = {executable:?}: {error}").exits_with(Exit::ModelFailed))

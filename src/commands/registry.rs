@@ -155,10 +155,7 @@ impl Registry {
     ///
     /// # Errors
     /// A class cannot be imported on this host.
-    pub(super) fn with_classes<'a>(
-        &self,
-        pools: impl IntoIterator<Item = &'a Pool>,
-    ) -> anyhow::Result<Self> {
+    pub(super) fn with_classes<'a>(&self, pools: impl IntoIterator<Item = &'a Pool>) -> anyhow::Result<Self> {
         let mut known = self.clone();
         for pool in pools.into_iter().filter(|pool| pool.python_class().is_some()) {
             let described = python::describe(pool, &pool_spec(pool, "cpu"))

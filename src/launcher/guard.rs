@@ -221,8 +221,7 @@ impl WatchedWorkers {
     fn apply(&mut self, line: &str) -> Option<()> {
         let mut fields = line.split(' ');
         let verb = fields.next()?;
-        let worker =
-            Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? };
+        let worker = Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? };
         match verb {
             SPAWNED => {
                 self.grace = Duration::from_millis(fields.next()?.parse().ok()?);
@@ -338,8 +337,7 @@ mod tests {
     #[test]
     fn unreadable_lines_change_nothing() {
         let mut watched = WatchedWorkers::default();
-        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "killed 1 2"]
-        {
+        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "killed 1 2"] {
             assert_eq!(watched.apply(line), None, "{line}");
         }
         assert!(watched.workers.is_empty());

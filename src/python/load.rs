@@ -290,11 +290,7 @@ pub fn describe(pool: &Pool, spec: &LoadSpec) -> Result<Described, LoadError> {
 }
 
 /// As [`describe`], within this time.
-pub(super) fn describe_within(
-    pool: &Pool,
-    spec: &LoadSpec,
-    time: Duration,
-) -> Result<Described, LoadError> {
+pub(super) fn describe_within(pool: &Pool, spec: &LoadSpec, time: Duration) -> Result<Described, LoadError> {
     let (process, _lost) = start(pool, "cpu", 1, time)?;
     let place = Place { device: "cpu", slot: "check-config/0", worker: "check-config", threads: 1 };
     let described = Loading::begin(&process, &pool.model)

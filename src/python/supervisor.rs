@@ -41,7 +41,9 @@ pub fn supervise(executable: &str) -> io::Result<i32> {
     thread::Builder::new().name("hang-up".into()).spawn(|| {
         let model_channel = io::stdin();
         // Only the end of the channel is waited for, and needs no flag. An error is an interruption.
-        while poll(&mut [PollFd::new(model_channel.as_fd(), PollFlags::empty())], PollTimeout::NONE).is_err() {}
+        while poll(&mut [PollFd::new(model_channel.as_fd(), PollFlags::empty())], PollTimeout::NONE).is_err()
+        {
+        }
         kill_descendants();
     })?;
     let status = loop {

@@ -193,9 +193,8 @@ fn describing_a_class_whose_module_never_ends_is_given_up() {
     };
     fs::write(folder.path().join("own_classes_endless.py"), "import time\nwhile True: time.sleep(1)\n")
         .unwrap();
-    let error = super::load::describe_within(&endless.pool, &spec, Duration::from_millis(500))
-        .map(drop)
-        .unwrap_err();
+    let error =
+        super::load::describe_within(&endless.pool, &spec, Duration::from_millis(500)).map(drop).unwrap_err();
     assert!(
         matches!(&error, LoadError::Unsupported { reason, .. } if reason.contains("took longer than")),
         "{error}"

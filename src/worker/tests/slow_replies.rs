@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::model::{
-    Body, Device, Effort, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route, SizedInput,
-    TaskError, clock,
+    Body, Device, Effort, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route,
+    SizedInput, TaskError, clock,
 };
 
 /// The fields of a body: how many milliseconds and bytes its input takes, and what of the task takes long.

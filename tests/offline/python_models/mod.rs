@@ -9,6 +9,7 @@ mod faults;
 mod pools;
 mod refusals;
 mod runs;
+mod streams;
 
 use crate::run_batch::rig;
 use crate::support::processes;
