@@ -61,8 +61,6 @@ pub(super) struct Start<'a> {
 pub struct Process {
     supervisor: i32,
     timeout: Duration,
-    /// Taken once, by what computes.
-    model_channel: Mutex<Option<UnixStream>>,
     /// Locked for a request and its answer, by the threads that prepare tasks and write replies.
     side_channel: Mutex<UnixStream>,
     /// Another handle of each channel, to close them when the process is lost.
@@ -78,6 +76,15 @@ pub struct Process {
     memory: Arc<AtomicU64>,
 }
 
+/// A process that was started.
+pub(super) struct Started {
+    pub(super) process: Arc<Process>,
+    /// For the one that computes.
+    pub(super) model_channel: UnixStream,
+    /// Gets the reason when the process is lost.
+    pub(super) lost: oneshot::Receiver<String>,
+}
+
 /// Why a process is lost.
 #[derive(Clone, Debug)]
 pub(super) struct Lost {
@@ -87,11 +94,11 @@ pub(super) struct Lost {
 }
 
 impl Process {
-    /// Starts the interpreter. The receiver gets the reason when the process is lost.
+    /// Starts the interpreter.
     ///
     /// # Errors
     /// The system cannot start a process or a thread. A missing interpreter is found later.
-    pub(super) fn start(start: &Start<'_>) -> io::Result<(Arc<Self>, oneshot::Receiver<String>)> {
+    pub(super) fn start(start: &Start<'_>) -> io::Result<Started> {
         let (model_channel, model_remote) = UnixStream::pair()?;
         let (side_channel, side_remote) = UnixStream::pair()?;
         side_channel.set_write_timeout(Some(start.timeout))?;
@@ -114,7 +121,6 @@ impl Process {
             supervisor: i32::try_from(child.id()).map_err(io::Error::other)?,
             timeout: *timeout,
             channels: [model_channel.try_clone()?, side_channel.try_clone()?],
-            model_channel: Mutex::new(Some(model_channel)),
             side_channel: Mutex::new(side_channel),
             dropped: Mutex::default(),
             has_dropped: Condvar::new(),
@@ -130,7 +136,7 @@ impl Process {
             .spawn(move || watched.wait_for_end(child, &output))?;
         let cared = process.clone();
         thread::Builder::new().name("python-care".into()).spawn(move || cared.take_care())?;
-        Ok((process, lost))
+        Ok(Started { process, model_channel, lost })
     }
 
     /// How long one call of the class may take.
@@ -141,11 +147,6 @@ impl Process {
     /// Bytes of memory of it and its descendants, as last measured.
     pub(super) fn memory(&self) -> &Arc<AtomicU64> {
         &self.memory
-    }
-
-    /// The model channel, for the one that reads it from now on.
-    pub(super) fn take_model_channel(&self) -> Option<UnixStream> {
-        self.model_channel.lock().take()
     }
 
     /// Waits until the process and all its descendants have ended.

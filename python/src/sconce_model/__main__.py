@@ -184,7 +184,6 @@ def described(kind: type[Model], options: Any) -> dict[str, Any]:
         values = {"default": None if default is ... else default, "value": getattr(options, name)}
         own.append({"name": name, "type": type_name(wanted), **values})
     return {
-        "version": VERSION,
         "package": import_module("sconce_client").__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "urls": [{"url": url, "media_types": types} for url, types in routes(kind).items()],
@@ -232,7 +231,7 @@ def main() -> None:
         probe = probe_of(model)
     process = Process(model, channel)
     about = {"url": probe.url, "content_type": probe.content_type} if probe else None
-    channel.write(written("ready", [probe.body] if probe else [], dtype=None, probe=about))
+    channel.write(written("ready", [probe.body] if probe else [], probe=about))
     threading.Thread(target=process.serve_side, args=(side,), daemon=True, name="sconce-side").start()
     if process.is_stream:
         asyncio.run(process.serve_streams())
