@@ -20,7 +20,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("broker", &["protocol", "backoff", "config"]),
     ("fetch", &["batching", "config"]),
     ("engine", &["protocol", "batching", "telemetry", "model"]),
-    ("python", &["protocol", "config", "model", "engine"]),
+    ("python", &["protocol", "shutdown", "config", "model", "engine"]),
     (
         "worker",
         &[

@@ -82,6 +82,9 @@ pub struct Texts {
     /// Tasks from a file in the format of `publish`, in random order, repeatedly; `-` is stdin
     #[arg(long, short, value_name = "FILE")]
     pub input: Option<PathBuf>,
+    /// The URL of tasks from generated texts; by default the first one that the pool answers
+    #[arg(long, conflicts_with = "input")]
+    pub url: Option<String>,
     /// Words in a generated text; most texts are short. The default gives 4 to 256 tokens, 35 on average
     #[arg(
         long,

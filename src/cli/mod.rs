@@ -74,12 +74,9 @@ Events go to stdout as JSON lines, logs to stderr.")]
     /// Build grammars of `response_format` for the worker that starts this command
     #[command(hide = true)]
     GrammarServer,
-    /// Become the interpreter of a model in Python, for the worker that starts this command
+    /// Supervise the interpreter of a model in Python, for the worker that starts this command
     #[command(hide = true)]
     PythonProcess {
-        /// The worker's process id
-        #[arg(long, value_name = "PID")]
-        parent: u32,
         /// The interpreter
         executable: String,
     },

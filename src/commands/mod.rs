@@ -36,7 +36,7 @@ use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, LoadedSettings, Pool};
 use crate::launcher::guard_workers;
 use crate::model::sequences::grammar;
-use crate::python::become_interpreter;
+use crate::python::supervise;
 use crate::shutdown::Exit;
 use crate::telemetry::{self, Format};
 
@@ -63,10 +63,16 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             grammar::serve(worker.into()).context("serving grammars")?;
             Ok(Exit::Done)
         }
-        Command::PythonProcess { parent, executable } => {
-            let error = become_interpreter(parent, &executable);
-            Err(anyhow!("pool.python.executable = {executable:?}: {error}").exits_with(Exit::ModelFailed))
-        }
+        Command::PythonProcess { executable } => match supervise(&executable) {
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "the status is the interpreter's, and has no `Exit`"
+            )]
+            Ok(status) => std::process::exit(status),
+            Err(error) => {
+                Err(anyhow!("pool.python.executable = {executable:?}: {error}").exits_with(Exit::ModelFailed))
+            }
+        },
         Command::Publish(arguments) => publish::run(&arguments, registry),
         Command::Bench(arguments) => bench::run(&arguments, registry),
         Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),

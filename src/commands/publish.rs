@@ -57,6 +57,10 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let queue = queue_named(pool, arguments.queue.as_deref())?;
+    let registry = &match &arguments.input {
+        None => registry.for_tasks(pool, arguments.url.as_deref())?,
+        Some(_) => registry.clone(),
+    };
     let (requests, total): (Requests, _) = match &arguments.input {
         None => {
             let mut tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;

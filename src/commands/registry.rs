@@ -3,11 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::ptr;
-use std::sync::Arc;
 
 use anyhow::Context as _;
-use parking_lot::Mutex;
-use tokio::sync::oneshot;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
@@ -22,7 +19,8 @@ use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
 use crate::protocol::endpoints::EMBEDDINGS_URL;
-use crate::python::{self, Process, Start};
+use crate::protocol::requests::bodies_of_texts;
+use crate::python;
 use crate::shutdown::Exit;
 use crate::worker::{load_spec, pool_spec};
 
@@ -33,13 +31,8 @@ pub struct Registry {
     named: BTreeMap<String, Named>,
     /// The families that serve models by their files.
     by_files: Vec<(&'static Family, Starter)>,
-}
-
-/// What serves the pool of an assignment.
-pub(super) struct Started {
-    pub(super) starter: Starter,
-    /// The process of a model in Python. The caller kills its group in the end.
-    pub(super) process: Option<Arc<Process>>,
+    /// The routes of classes in Python that were imported, by the pool's `model`.
+    classes: BTreeMap<String, &'static [Route]>,
 }
 
 /// The code that serves a name.
@@ -53,7 +46,7 @@ struct Named {
 impl Default for Registry {
     /// The built-in models.
     fn default() -> Self {
-        let mut built_in = Self { named: BTreeMap::new(), by_files: Vec::new() };
+        let mut built_in = Self { named: BTreeMap::new(), by_files: Vec::new(), classes: BTreeMap::new() };
         registry::register(&mut built_in);
         built_in
     }
@@ -138,43 +131,13 @@ impl Registry {
         }
     }
 
-    /// What serves the pool of an assignment. A model in Python gets its process here, so call this on the thread that lives
-    /// as long as the worker.
-    pub(super) fn start(&self, assignment: &Assignment) -> Started {
+    /// The code that serves the pool of an assignment. If there is none, loading the model fails.
+    pub(super) fn starter(&self, assignment: &Assignment) -> Starter {
         let pool = &assignment.pool;
-        if pool.python_class().is_none() {
-            return Started { starter: self.starter(pool), process: None };
+        if pool.python_class().is_some() {
+            let assignment = assignment.clone();
+            return foreign(move |spec, wake| python::load(&assignment, spec, wake));
         }
-        let start = Start {
-            python: &pool.python,
-            device: &assignment.device,
-            threads: assignment.threads,
-            timeout: pool.batch.timeout,
-        };
-        match Process::start(&start) {
-            Ok((process, lost)) => {
-                let (loaded, assignment, lost) =
-                    (process.clone(), assignment.clone(), Mutex::new(Some(lost)));
-                let starter = foreign(move |spec, wake| {
-                    // A starter is used once.
-                    let lost = lost.lock().take().unwrap_or_else(|| oneshot::channel().1);
-                    python::load(&loaded, &assignment, spec, lost, wake)
-                });
-                Started { starter, process: Some(process) }
-            }
-            Err(error) => {
-                let reason = format!("the process of a model in Python cannot be started: {error}");
-                let failed = move |spec: &LoadSpec| LoadError::Process {
-                    model: spec.source.clone(),
-                    reason: reason.clone(),
-                };
-                Started { starter: chosen(move |spec| Err(failed(spec))), process: None }
-            }
-        }
-    }
-
-    /// The code that serves a pool's model, which is not in Python. If there is none, loading the model fails.
-    fn starter(&self, pool: &Pool) -> Starter {
         if let Some(named) = self.named(&pool.model) {
             return named.starter.clone();
         }
@@ -187,6 +150,34 @@ impl Registry {
                 reason: format!("no code is registered for {architecture}"),
             })
         })
+    }
+
+    /// The same registry, which also knows the routes of these pools' classes in Python. It imports them, in processes
+    /// without a GPU.
+    ///
+    /// # Errors
+    /// A class cannot be imported on this host.
+    pub(super) fn with_classes<'a>(&self, pools: impl IntoIterator<Item = &'a Pool>) -> anyhow::Result<Self> {
+        let mut known = self.clone();
+        for pool in pools.into_iter().filter(|pool| pool.python_class().is_some()) {
+            let described = python::describe(pool, &pool_spec(pool, "cpu"))
+                .with_context(|| format!("pool {:?}", pool.name))
+                .exits_with(Exit::ModelFailed)?;
+            known.classes.insert(pool.model.clone(), described.routes());
+        }
+        Ok(known)
+    }
+
+    /// As [`with_classes`](Self::with_classes), for a command that makes tasks for a pool unless it is given a `--url`.
+    ///
+    /// # Errors
+    /// The pool's class in Python is needed, and cannot be imported on this host.
+    pub(super) fn for_tasks(&self, pool: &Pool, url: Option<&str>) -> anyhow::Result<Self> {
+        let known = match url {
+            Some(_) => return Ok(self.clone()),
+            None => self.with_classes([pool]),
+        };
+        known.context("give --url, since no class tells the pool's URLs on this host").exits_with(Exit::Usage)
     }
 
     /// Loads the settings, and checks the options of each pool's model if its files are on this host.
@@ -256,22 +247,44 @@ impl Registry {
         self.named(&pool.model).is_some() || pool.python_class().is_some()
     }
 
-    /// Returns the function that makes tasks for a pool from texts. If the model's family is unknown, it makes requests
-    /// of `/v1/embeddings`.
-    pub(super) fn sample(&self, pool: &Pool) -> fn(&[String]) -> Sample {
-        self.family(pool).unwrap_or(&embed::FAMILY).sample
+    /// Returns the function that makes tasks for a pool from texts, for this URL if there is one, else for the first URL of
+    /// the pool. If that is not known either, it makes requests of `/v1/embeddings`.
+    pub(super) fn sample(&self, pool: &Pool, url: Option<&str>) -> Box<dyn Fn(&[String]) -> Sample> {
+        let class_url = || Some(self.classes.get(&pool.model)?.first()?.url);
+        let Some(url) = url.or_else(class_url) else {
+            return Box::new(self.family(pool).unwrap_or(&embed::FAMILY).sample);
+        };
+        let named = self.named.values().filter_map(|named| named.family);
+        let mut families = self.by_files.iter().map(|(family, _)| *family).chain(named);
+        if let Some(family) = families.find(|family| (family.sample)(&[String::new()]).url == Some(url)) {
+            return Box::new(family.sample);
+        }
+        // A command makes one such function.
+        let url: &'static str = Box::leak(url.to_owned().into_boxed_str());
+        Box::new(move |texts| {
+            // A request that compares texts is one body, in which the first text is compared with all.
+            let compared = [texts.get(..1).unwrap_or_default(), texts].concat();
+            let mut bodies = bodies_of_texts(url, &compared, false);
+            match bodies.pop() {
+                Some(body) if bodies.is_empty() || texts.len() == 1 => {
+                    Sample { url: Some(url), body: body.into(), inputs: texts.len() }
+                }
+                _ => Sample::of_texts(url, "input", texts),
+            }
+        })
     }
 
-    /// The first route of a pool; none if the model is not built in, or its files are not on this host.
+    /// The first route of a pool; none if it is not known, as of [`routes`](Self::routes).
     pub(super) fn route(&self, pool: &Pool) -> Option<&'static Route> {
         self.routes(pool)?.first()
     }
 
-    /// The routes that a pool's model answers; none if it is not built in, or its files are not on this host.
+    /// The routes that a pool's model answers; none if it is not built in, its files are not on this host, or it is a class
+    /// in Python that was not imported.
     fn routes(&self, pool: &Pool) -> Option<&'static [Route]> {
         match self.named(&pool.model) {
             Some(named) => named.family.map(|family| family.routes),
-            None if pool.python_class().is_some() => None,
+            None if pool.python_class().is_some() => self.classes.get(&pool.model).copied(),
             None => Some(served_here(&pool.model, pool.task.as_deref()).ok()??.routes),
         }
     }
@@ -350,12 +363,13 @@ impl Registry {
         }
     }
 
-    /// Whether a pool answers `url`; true for a registered model, because only its code knows its URLs.
+    /// Whether a pool answers `url`; true for a registered model and for a class in Python that was not imported, because
+    /// only their code knows their URLs.
     pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
-        if self.is_opaque(pool) {
-            return true;
+        match self.routes(pool) {
+            Some(routes) if self.named(&pool.model).is_none() => routes.iter().any(|route| route.url == url),
+            _ => self.is_opaque(pool),
         }
-        self.routes(pool).is_some_and(|routes| routes.iter().any(|route| route.url == url))
     }
 
     /// Plans the slots on a host. Checks that its devices have enough memory, and that each model is served.

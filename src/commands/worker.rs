@@ -10,8 +10,7 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
-use super::registry::{Registry, Started};
-use super::{broker_session, pool_named, reexec_with_environment, start_logging};
+use super::{Registry, broker_session, pool_named, reexec_with_environment, start_logging};
 use crate::cli::Worker;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
@@ -60,16 +59,11 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let traces = start_traces(&assignment);
     let cancellations = Cancellations::default();
     let control = Control { reporter: reporter.clone(), crashes, pause, cancellations, withdrawn, traces };
-    // On this thread, since the kernel kills the process of a model in Python when the thread that started it ends.
-    let Started { starter, process } = registry.start(&assignment);
-    let leader = process.as_ref().map(|process| process.id());
+    let starter = registry.starter(&assignment);
     let work = async move {
         listen_for_signals(stop.clone(), second_signal)?;
         if has_launcher {
             follow_commands(stop.clone(), control.clone())?;
-        }
-        if let Some(leader) = leader {
-            control.reporter.send(&Event::ModelProcess { leader }).await;
         }
         let ended = worker::run(&assignment, &starter, &broker_session::open, stop.clone(), &control).await;
         let cause = match &ended {
@@ -90,9 +84,6 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let ended = runtime.block_on(work);
     // Threads that still run, such as a forward pass after an abort, end with the process.
     runtime.shutdown_background();
-    if let Some(process) = process {
-        process.kill_group();
-    }
     let ended = ended?;
     if let Err(error) = &ended {
         let exit = error.exit().code();

@@ -137,7 +137,7 @@ impl Known {
 
     /// Finds a setting by what is `written`: its path, or what `spell` makes of its path. Returns the path. An option of a
     /// pool's model may have any name, because only the model knows its options; `read_option` makes the option's name
-    /// from what is written.
+    /// from what is written. An environment variable of a model's process may have any name too, and is read as written.
     fn find(
         &self,
         written: &str,
@@ -145,15 +145,18 @@ impl Known {
         read_option: fn(&str) -> String,
     ) -> Option<String> {
         let is_meant = |path: &&String| **path == written || spell(path) == written;
-        let option = |pool: usize| {
-            let options = format!("pool[{pool}].options.");
-            let name = written.strip_prefix(&options).or_else(|| written.strip_prefix(&spell(&options)))?;
+        let named_in = |section: String, read: fn(&str) -> String| {
+            let name = written.strip_prefix(&section).or_else(|| written.strip_prefix(&spell(&section)))?;
             let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
             let is_name = !name.is_empty() && !name.contains("__") && name.chars().all(is_letter);
-            is_name.then(|| format!("{options}{}", read_option(name)))
+            is_name.then(|| format!("{section}{}", read(name)))
+        };
+        let any_name = |pool: usize| {
+            let option = named_in(format!("pool[{pool}].options."), read_option);
+            option.or_else(|| named_in(format!("pool[{pool}].python.env."), str::to_owned))
         };
         let known = self.paths.iter().find(is_meant).cloned();
-        known.or_else(|| (0..self.pools).find_map(option))
+        known.or_else(|| (0..self.pools).find_map(any_name))
     }
 
     /// Why no setting was found, and which one was probably meant; `spell` makes its name from its path. `written` has

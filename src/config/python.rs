@@ -123,12 +123,17 @@ mod tests {
         let text = "[[pool]]\nmodel = \"python:./e.py:E\"\n[pool.python]\nexecutable = \"./.venv/bin/python\"\npath = [\"lib\"]\n\
                     [pool.python.env]\nHF_TOKEN = \"hf_secret\"\n";
         std::fs::write(&file, text).unwrap();
-        let loaded = super::super::load(&[file], [], &[]).unwrap();
+        let own = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let variable = own("SCONCE_POOL__0__PYTHON__ENV__HF_HOME", "/data");
+        let flag = own("pool[0].python.env.http_proxy", "http://proxy");
+        let loaded = super::super::load(&[file], [variable], &[flag]).unwrap();
         let pool = &loaded.settings.pools[0];
         assert_eq!(pool.model, format!("python:{}:E", root.join("e.py").display()));
         assert_eq!(pool.python.executable, root.join(".venv/bin/python").display().to_string());
         assert_eq!(pool.python.path, [root.join("lib").display().to_string()]);
-        assert_eq!(pool.python.env["HF_TOKEN"].expose(), "hf_secret");
+        let environment = pool.python.env.iter().map(|(name, value)| (name.as_str(), value.expose()));
+        let expected = [("HF_HOME", "/data"), ("HF_TOKEN", "hf_secret"), ("http_proxy", "http://proxy")];
+        assert!(environment.eq(expected), "{:?}", pool.python.env);
         assert!(loaded.effective.contains("\"HF_TOKEN\" = \"***\""), "{}", loaded.effective);
         assert!(!loaded.effective.contains("hf_secret"), "{}", loaded.effective);
     }

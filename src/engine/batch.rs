@@ -109,6 +109,11 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, 
         tracing::warn!(batch.size = items.len(), error, "a batch failed; trying its halves");
         let (first, second) = items.split_at(items.len() / 2);
         for half in [first, second] {
+            // The inputs of a task that has failed need no pass, however many there are.
+            let half = without_ended(half);
+            if half.is_empty() {
+                continue;
+            }
             let pending = self.submit(half, None);
             let outcome = pending.and_then(|pending| self.wait(pending, half.len()));
             self.observer.mark_idle();
@@ -161,6 +166,14 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, 
     pub(super) fn take_too_large(&mut self) -> Option<usize> {
         self.too_large.take()
     }
+}
+
+/// The items between the first and the last whose task is not over. The inputs of one task are adjacent.
+fn without_ended<P: Processor>(items: &[Item<P>]) -> &[Item<P>] {
+    let is_wanted = |item: &Item<P>| !item.outputs.is_over();
+    let first = items.iter().position(is_wanted).unwrap_or(items.len());
+    let end = items.iter().rposition(is_wanted).map_or(first, |last| last + 1);
+    items.get(first..end).unwrap_or_default()
 }
 
 /// Returns the outputs if there is one for each input.

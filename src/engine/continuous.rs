@@ -61,9 +61,18 @@ struct State<P: Processor> {
 }
 
 /// A sequence that the loop has not taken in yet.
-struct Arrived<P: Processor> {
-    item: Item<P>,
-    group: Option<Group>,
+pub(super) struct Arrived<P: Processor> {
+    pub(super) item: Item<P>,
+    pub(super) group: Option<Group>,
+}
+
+/// What a loop takes from its queue.
+pub(super) struct Taken<P: Processor> {
+    pub(super) arrived: Vec<Arrived<P>>,
+    /// The group that runs alone.
+    pub(super) isolated: Option<Group>,
+    /// Whether no more will come.
+    pub(super) is_closed: bool,
 }
 
 impl<P: Processor> SequenceQueue<P> {
@@ -82,9 +91,23 @@ impl<P: Processor> SequenceQueue<P> {
         }
     }
 
+    /// The most sequences that run at once.
+    pub(super) fn max_sequences(&self) -> usize {
+        self.capacity.sequences
+    }
+
+    /// Takes the sequences that have arrived.
+    pub(super) fn take(&self) -> Taken<P> {
+        let mut state = self.state.lock();
+        state.is_asleep = false;
+        state.known_isolated = state.isolated;
+        let (isolated, is_closed) = (state.isolated, state.is_closed);
+        Taken { arrived: mem::take(&mut state.arrived), isolated, is_closed }
+    }
+
     /// Records that the loop is about to sleep, so that a change wakes it. False: something new is in the queue, and
     /// the loop must not sleep.
-    fn sleep(&self) -> bool {
+    pub(super) fn sleep(&self) -> bool {
         let mut state = self.state.lock();
         let is_unchanged = state.isolated == state.known_isolated;
         state.is_asleep = state.arrived.is_empty() && is_unchanged && !state.is_closed;
@@ -149,8 +172,8 @@ fn prompt_tokens(encode_tokens: usize, tokens: usize) -> usize {
 
 /// The probe: a preprocessed task that the model must be able to answer.
 pub(super) struct Probe<P: Processor> {
-    context: P::Context,
-    input: SizedInput<P::Input>,
+    pub(super) context: P::Context,
+    pub(super) input: SizedInput<P::Input>,
 }
 
 impl<P: Processor> Probe<P> {
@@ -354,13 +377,7 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
 
     /// Takes new sequences from the queue. Returns the group that runs alone, if one does.
     fn take_arrivals(&mut self) -> Option<Group> {
-        let queue = self.queue.clone();
-        let mut state = queue.state.lock();
-        state.is_asleep = false;
-        let arrived = mem::take(&mut state.arrived);
-        let isolated = state.isolated;
-        state.known_isolated = isolated;
-        drop(state);
+        let Taken { arrived, isolated, .. } = self.queue.take();
         let time = now();
         for Arrived { item, group } in arrived {
             let spec = SequenceSpec {

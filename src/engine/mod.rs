@@ -351,7 +351,7 @@ impl Loaded {
 pub struct ForeignProcess {
     /// Resolves with the reason once the process has ended or is given up.
     pub lost: tokio::sync::oneshot::Receiver<String>,
-    /// Bytes of memory that its process group uses, as last measured.
+    /// Bytes of memory that it and its descendants use, as last measured.
     pub memory: Arc<AtomicU64>,
 }
 

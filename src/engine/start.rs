@@ -12,7 +12,7 @@ use super::continuous::{Continuous, Probe, SequenceQueue};
 use super::job::Handle;
 use super::one_pass::{OnePass, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
-use super::streams::{self, StreamLoop, StreamQueue, Streams};
+use super::streams::{self, StreamLoop, Streams};
 use super::{ForeignProcess, Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
 use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, Unfit, device};
@@ -116,7 +116,7 @@ where
                     .map_err(|error| error.load_error(&setup.spec, &device))
                     .map_err(as_process_failure(&model))?;
                 let (notices, receiver) = Notices::new();
-                let queue = Arc::new(StreamQueue::new(streams.concurrency(), setup.policy, waker));
+                let queue = Arc::new(streams::queue(streams.concurrency(), &setup.policy, waker));
                 let model_loop = StreamLoop::new(streams, queue.clone(), setup.observer, notices);
                 let engine = Arc::new(Handle::new(processor, queue, Memory::new(setup.prepared_bytes)));
                 let model_loop: Box<dyn Loop> = Box::new(model_loop);

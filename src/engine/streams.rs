@@ -4,21 +4,19 @@
 //! start when all others have ended. Owns the waiting and the running tasks.
 
 use std::collections::BTreeMap;
-use std::mem;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use parking_lot::Mutex;
-
+use super::continuous::{Arrived, Probe, SequenceQueue, Taken};
 use super::panics::guarded;
 use super::probe::ProbeError;
-use super::queue::{InputQueue, Item};
+use super::queue::Item;
 use super::run_loop::{Idle, Loop, Next, Waker};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, now};
+use super::{EndedPass, Notice, Notices, Observer, Pass, now};
 use crate::batching::sequences::{Change, Limits, Scheduler, SequenceSpec};
 use crate::batching::{Encoding, Group, Policy};
-use crate::model::{ForwardError, Processor, SizedInput, TaskError, TaskErrorKind};
+use crate::model::{Capacity, ForwardError, Processor, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
 
 /// How often running tasks are checked for cancellations, deadlines and time limits.
@@ -73,61 +71,10 @@ pub trait Streams: 'static {
     fn take_events(&mut self) -> Result<StreamEvents<Self::Piece, Self::Output>, ForwardError>;
 }
 
-/// The tasks that the loop has not taken in yet.
-pub(super) struct StreamQueue<P: Processor> {
-    concurrency: usize,
-    state: Mutex<State<P>>,
-    waker: Waker,
-}
-
-struct State<P: Processor> {
-    arrived: Vec<(Item<P>, Option<Group>)>,
-    isolated: Option<Group>,
-    is_closed: bool,
-}
-
-impl<P: Processor> StreamQueue<P> {
-    pub(super) fn new(concurrency: usize, policy: Policy, waker: Waker) -> Self {
-        let concurrency = concurrency.min(policy.max_requests);
-        let state = State { arrived: Vec::new(), isolated: None, is_closed: false };
-        Self { concurrency, state: Mutex::new(state), waker }
-    }
-
-    fn change(&self, change: impl FnOnce(&mut State<P>)) {
-        change(&mut self.state.lock());
-        (self.waker)();
-    }
-}
-
-impl<P: Processor> Queue for StreamQueue<P> {
-    /// Nothing to do: this loop never waits for further tasks.
-    fn expect(&self, _: Expect) {}
-
-    fn isolate(&self, isolated: Option<Group>) {
-        self.change(|state| state.isolated = isolated);
-    }
-
-    fn depth(&self) -> usize {
-        1
-    }
-
-    fn sequences(&self) -> Option<usize> {
-        Some(self.concurrency)
-    }
-}
-
-impl<P: Processor> InputQueue<P> for StreamQueue<P> {
-    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, group))));
-    }
-
-    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
-        Ok(())
-    }
-
-    fn close(&self) {
-        self.change(|state| state.is_closed = true);
-    }
+/// The queue of a model that runs `concurrency` tasks at once, each of which counts as a sequence.
+pub(super) fn queue<P: Processor>(concurrency: usize, policy: &Policy, waker: Waker) -> SequenceQueue<P> {
+    let sequences = concurrency.min(policy.max_requests);
+    SequenceQueue::new(Capacity { sequences, tokens: usize::MAX, context: usize::MAX }, waker)
 }
 
 /// A task in the loop.
@@ -143,7 +90,7 @@ struct Stream<P: Processor> {
 
 pub(super) struct StreamLoop<P: Processor, S> {
     streams: S,
-    queue: Arc<StreamQueue<P>>,
+    queue: Arc<SequenceQueue<P>>,
     scheduler: Scheduler<StreamId>,
     tasks: BTreeMap<StreamId, Stream<P>>,
     last_id: StreamId,
@@ -173,13 +120,8 @@ where
     P: Processor,
     S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Output>,
 {
-    let Some(message) = processor.probe() else { return Ok(()) };
-    let (context, inputs) = processor.preprocess(&message)?;
-    let inputs = inputs.all()?;
-    let [SizedInput { input, .. }] = &inputs[..] else {
-        return Err(ProbeError::Refused(format!("it has {} inputs, but must have one", inputs.len())));
-    };
-    streams.start(0, input).map_err(ProbeError::failed)?;
+    let Some(Probe { context, input }) = Probe::of(processor)? else { return Ok(()) };
+    streams.start(0, &input.input).map_err(ProbeError::failed)?;
     loop {
         for (_, event) in streams.take_events().map_err(ProbeError::failed)? {
             if let StreamEvent::Ended(output) = event {
@@ -193,11 +135,11 @@ where
 impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Output>> StreamLoop<P, S> {
     pub(super) fn new(
         streams: S,
-        queue: Arc<StreamQueue<P>>,
+        queue: Arc<SequenceQueue<P>>,
         observer: Box<dyn Observer>,
         notices: Notices,
     ) -> Self {
-        let scheduler = Scheduler::without_preemption(limits(queue.concurrency));
+        let scheduler = Scheduler::without_preemption(limits(queue.max_sequences()));
         Self {
             streams,
             queue,
@@ -215,10 +157,8 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
 
     /// Takes new tasks from the queue. Returns the group that runs alone, if one does, and whether no more will come.
     fn take_arrivals(&mut self) -> (Option<Group>, bool) {
-        let mut state = self.queue.state.lock();
-        let (arrived, isolated, is_closed) = (mem::take(&mut state.arrived), state.isolated, state.is_closed);
-        drop(state);
-        for (item, group) in arrived {
+        let Taken { arrived, isolated, is_closed } = self.queue.take();
+        for Arrived { item, group } in arrived {
             let task = item.task();
             let spec = SequenceSpec {
                 has_window: false,
@@ -368,8 +308,9 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
         }
         let report = self.idle.report_if_due(&*self.observer, time);
         let check = (!self.tasks.is_empty()).then(|| time + CHECK_INTERVAL);
-        // Whoever changes the queue or sends an event wakes this thread after the change. So nothing is missed.
-        Ok(Next::Sleep(report.into_iter().chain(check).min()))
+        // Whoever sends an event wakes this thread afterwards, and so does whoever changes the queue. Nothing follows its end.
+        let may_sleep = is_closed || self.queue.sleep();
+        Ok(if may_sleep { Next::Sleep(report.into_iter().chain(check).min()) } else { Next::Again })
     }
 }
 

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep_until};
 
 use tokio_util::codec::{AnyDelimiterCodec, AnyDelimiterCodecError, FramedRead};
 
-use super::guard::{Guard, Guarded, ProcessGroup};
+use super::guard::{Guard, Guarded};
 use crate::config::Assignment;
 use crate::protocol::control::{self, MAX_LINE, encode};
 
@@ -38,8 +38,6 @@ pub(super) struct WorkerProcess {
     ended: Option<(ExitStatus, Instant)>,
     /// Makes the guard watch this worker until it is reaped. None if the guard does not know it, or it is reaped.
     guarded: Option<Guarded>,
-    /// The process group of its model, which is killed when the worker has ended.
-    model_group: Option<ProcessGroup>,
     was_killed: bool,
 }
 
@@ -81,7 +79,6 @@ impl WorkerProcess {
             events: child.stdout.take().map(lines),
             logs: child.stderr.take().map(lines),
             ended: None,
-            model_group: None,
             was_killed: false,
             child,
         };
@@ -136,27 +133,12 @@ impl WorkerProcess {
                 // The process must be awaited apart from its pipes: a process that it started may keep the pipes open.
                 status = self.child.wait(), if until.is_none() => {
                     self.ended = Some((status?, Instant::now() + OUTPUT_TIMEOUT));
-                    // The group's event may not be read yet; `guard_group` then kills it.
-                    if let Some(group) = self.model_group.take() {
-                        group.kill();
-                    }
                     // From now on another process may get this process id.
                     drop(self.guarded.take());
                 }
                 () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => {}
             }
         }
-    }
-
-    /// Has the process group of its model killed when it has ended, also if the launcher ends first.
-    pub(super) fn guard_group(&mut self, leader: u32) {
-        let Some(group) = ProcessGroup::led_by(leader) else { return };
-        match &self.guarded {
-            Some(guarded) => guarded.add_group(group),
-            None if self.ended.is_some() => return group.kill(),
-            None => {}
-        }
-        self.model_group = Some(group);
     }
 
     /// Whether the launcher has killed it.

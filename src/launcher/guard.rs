@@ -4,7 +4,7 @@
 //! of the socket between launcher and guard is closed and the shutdown grace is over. The guard never signals another
 //! process that has got the same id in the meantime.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, BufRead, Write};
 use std::os::fd::OwnedFd;
@@ -15,23 +15,22 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigHandler, Signal, kill, killpg, signal};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use parking_lot::Mutex;
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
 use crate::config::Launcher;
+use crate::shutdown::ignore_stop_signals;
 
 /// The command with which sconce runs as its own guard.
 const COMMAND: &str = "guard";
 /// How often the guard checks which workers are still alive, once the launcher is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The first words of the launcher's lines to the guard: a worker was spawned; a worker has started a process group; a
-/// worker was reaped, and its group killed.
+/// The first words of the launcher's lines to the guard: a worker was spawned; a worker was reaped.
 const SPAWNED: &str = "spawned";
-const GROUP: &str = "group";
 const REAPED: &str = "reaped";
 
 /// The launcher's side, shared by all slots.
@@ -48,9 +47,8 @@ pub(super) struct Guard {
 struct State {
     /// None before the first worker, and between the loss of a guard and the next spawn of a worker.
     running: Option<GuardProcess>,
-    /// Workers that are spawned and not reaped, each with the process group of its model, if it has one. A new guard is
-    /// informed of all of them.
-    workers: BTreeMap<Process, Option<ProcessGroup>>,
+    /// Workers that are spawned and not reaped. A new guard is informed of all of them.
+    workers: BTreeSet<Process>,
 }
 
 /// A guard process, as the launcher sees it.
@@ -64,15 +62,6 @@ struct GuardProcess {
 pub(super) struct Guarded {
     guard: Arc<Guard>,
     worker: Process,
-}
-
-impl Guarded {
-    /// Makes the guard kill this group too.
-    pub(super) fn add_group(&self, group: ProcessGroup) {
-        let mut state = self.guard.state.lock();
-        state.workers.insert(self.worker, Some(group));
-        state.send(&grouped(self.worker, group));
-    }
 }
 
 impl Drop for Guarded {
@@ -105,9 +94,8 @@ impl Guard {
         if let Some(ended) = std::mem::replace(&mut state.running, started.ok()) {
             ended.kill();
         }
-        for (worker, group) in state.workers.clone() {
+        for worker in state.workers.clone() {
             state.send(&spawned(worker, grace));
-            group.into_iter().for_each(|group| state.send(&grouped(worker, group)));
         }
     }
 
@@ -123,7 +111,7 @@ impl Guard {
         };
         let grace = self.grace();
         let mut state = self.state.lock();
-        state.workers.insert(worker, None);
+        state.workers.insert(worker);
         state.send(&spawned(worker, grace));
         Some(Guarded { guard: self.clone(), worker })
     }
@@ -176,32 +164,6 @@ fn spawned(worker: Process, grace: Duration) -> String {
     format!("{SPAWNED} {} {}\n", worker.fields(), grace.as_millis())
 }
 
-fn grouped(worker: Process, ProcessGroup(leader): ProcessGroup) -> String {
-    format!("{GROUP} {} {}\n", worker.fields(), leader.fields())
-}
-
-/// A process group, by the process that leads or led it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct ProcessGroup(Process);
-
-impl ProcessGroup {
-    /// The group of a leader that runs now, or that is a zombie; none if there is no such process.
-    pub(super) fn led_by(leader: u32) -> Option<Self> {
-        Process::of(i32::try_from(leader).ok().filter(|leader| *leader > 1)?).map(Self)
-    }
-
-    /// Kills all processes of the group. While one of them lives, no other process gets the leader's id. So another start
-    /// time means that none of them lives.
-    pub(super) fn kill(self) {
-        let Self(leader) = self;
-        let is_another = state_and_start(leader.pid).is_some_and(|(_, start)| start != leader.start_ticks);
-        if !is_another {
-            // An error means that the group is empty.
-            let _ = killpg(Pid::from_raw(leader.pid), Signal::SIGKILL);
-        }
-    }
-}
-
 /// A process. Its start time distinguishes it from a later one with the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Process {
@@ -251,8 +213,6 @@ fn parse_stat(stat: &str) -> Option<(char, u64)> {
 #[derive(Default)]
 struct WatchedWorkers {
     workers: BTreeSet<Process>,
-    /// The process groups of their models, by worker.
-    groups: BTreeMap<Process, ProcessGroup>,
     grace: Duration,
 }
 
@@ -261,19 +221,13 @@ impl WatchedWorkers {
     fn apply(&mut self, line: &str) -> Option<()> {
         let mut fields = line.split(' ');
         let verb = fields.next()?;
-        let mut process =
-            || Some(Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? });
-        let worker = process()?;
+        let worker = Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? };
         match verb {
             SPAWNED => {
                 self.grace = Duration::from_millis(fields.next()?.parse().ok()?);
                 self.workers.insert(worker);
             }
-            GROUP => _ = self.groups.insert(worker, ProcessGroup(process()?)),
-            REAPED => {
-                self.workers.remove(&worker);
-                self.groups.remove(&worker);
-            }
+            REAPED => _ = self.workers.remove(&worker),
             _ => return None,
         }
         Some(())
@@ -287,9 +241,7 @@ impl WatchedWorkers {
 /// The signals that end a service cannot be ignored. Then there is no guard.
 pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
     // A service manager signals every process of a service, but the guard must outlive the launcher.
-    for ignored in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
-        ignore(ignored)?;
-    }
+    ignore_stop_signals()?;
     let killed = kill_survivors(launcher);
     if !killed.is_empty() {
         // Logged after the kills, because writing may fail or block if nobody reads the log any more.
@@ -297,13 +249,6 @@ pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
         tracing::warn!(?ids, "the launcher is gone; killed the workers left after the grace");
     }
     Ok(())
-}
-
-#[expect(unsafe_code, reason = "sigaction(2) is unsafe for the handlers that it could install")]
-fn ignore(ignored: Signal) -> io::Result<()> {
-    // SAFETY: SIG_IGN is not a handler function, so no code of ours runs at a signal.
-    let before = unsafe { signal(ignored, SigHandler::SigIgn) };
-    before.map(drop).map_err(io::Error::from)
 }
 
 /// Waits for the launcher's end and the grace, and kills the workers that are left. Returns their process ids.
@@ -324,10 +269,7 @@ fn kill_survivors(launcher: impl BufRead) -> Vec<i32> {
         }
         thread::sleep(remaining.min(POLL_INTERVAL));
     }
-    let killed = watched.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect();
-    // A worker that has ended by itself has killed its group. One that was killed has not.
-    watched.groups.values().for_each(|group| group.kill());
-    killed
+    watched.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
 }
 
 #[cfg(test)]
@@ -393,44 +335,9 @@ mod tests {
     }
 
     #[test]
-    fn the_process_group_of_a_worker_that_has_died_is_killed_even_if_its_leader_has_died_too() {
-        use std::io::Read as _;
-        use std::os::unix::process::CommandExt as _;
-        let mut leader = process::Command::new("sh")
-            .args(["-c", "sleep 1000 & echo $!; wait"])
-            .stdout(Stdio::piped())
-            .process_group(0)
-            .spawn()
-            .unwrap();
-        let group = ProcessGroup::led_by(leader.id()).unwrap();
-        let mut digits = String::new();
-        let mut stdout = leader.stdout.take().unwrap();
-        while !digits.ends_with('\n') {
-            let mut byte = [0];
-            stdout.read_exact(&mut byte).unwrap();
-            digits.push(char::from(byte[0]));
-        }
-        let child = Process::of(digits.trim().parse().unwrap()).unwrap();
-        leader.kill().unwrap();
-        leader.wait().unwrap();
-        assert!(child.is_alive());
-        let (mut worker, gone) = sleeper();
-        worker.kill().unwrap();
-        worker.wait().unwrap();
-        let lines = spawned(gone, Duration::from_secs(3_600)) + &grouped(gone, group);
-        assert!(kill_survivors(lines.as_bytes()).is_empty());
-        let until = Instant::now() + Duration::from_secs(30);
-        while child.is_alive() {
-            assert!(Instant::now() < until, "the child is alive");
-            thread::sleep(POLL_INTERVAL);
-        }
-    }
-
-    #[test]
     fn unreadable_lines_change_nothing() {
         let mut watched = WatchedWorkers::default();
-        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "group 1 2 3", "killed 1 2"]
-        {
+        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "killed 1 2"] {
             assert_eq!(watched.apply(line), None, "{line}");
         }
         assert!(watched.workers.is_empty());

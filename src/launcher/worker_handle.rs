@@ -235,9 +235,6 @@ impl WorkerHandle {
                 let _ = answer.send(Ok("its worker has reported its counts".into()));
             }
         }
-        if let Event::ModelProcess { leader } = event {
-            self.process.guard_group(leader);
-        }
         if self.monitor.handle_event(event, context, &self.assignment).is_err() {
             self.process.kill();
         }
@@ -304,7 +301,6 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
         // The fault that `Unfit` reports is in the worker's own log, and in the reason for its end.
         Ok(
             Event::Loading
-            | Event::ModelProcess { .. }
             | Event::Serving
             | Event::Stats(_)
             | Event::StatsReported { .. }

@@ -411,7 +411,6 @@ fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
         | Event::Cancelled { .. }
         | Event::Stats(_)
         | Event::StatsReported { .. }
-        | Event::ModelProcess { .. }
         | Event::Unfit { .. }
         | Event::Stopped { .. } => {}
     }

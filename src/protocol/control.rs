@@ -152,11 +152,6 @@ impl Cancellation {
 pub enum Event {
     /// The model is being loaded.
     Loading,
-    /// The worker has started a process that holds its model. When the worker has ended, the whole process group is killed.
-    ModelProcess {
-        /// The id of the process, which leads its group.
-        leader: u32,
-    },
     /// The model is loaded and has computed a known input. The worker starts to consume next.
     Ready {
         /// The opened device: `cpu`, or a UUID.

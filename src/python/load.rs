@@ -5,30 +5,32 @@
 use std::fmt;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::io;
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::sync::oneshot;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::batches::Batches;
 use super::frames::{Frame, read_frame, write_frame};
 use super::messages::{
     self, Answer, DescribedOption, Description, Failure, FailureKind, Probe, Request, VERSION, Work,
 };
-use super::process::{Lost, Process, Start};
+use super::process::{Lost, Process, Start, Started};
 use super::processor::PythonProcessor;
 use super::streams::PythonStreams;
-use crate::config::{Assignment, Dtype, Pool, PythonClass, PythonPlace};
+use crate::config::{Assignment, Pool, PythonClass, PythonPlace};
 use crate::engine::{Foreign, ForeignProcess, ForeignWork, Waker};
 use crate::model::{LoadError, LoadSpec, Message, Properties, Route, model_name};
 
 /// How long describing a class may take: the time to import its module.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The most URLs that a class may answer, and the most tasks that it may run at once.
+/// After how long the log says for the first time that the process is still importing or loading. It says so again each time
+/// it has taken twice as long.
+const FIRST_REMARK: Duration = Duration::from_secs(4);
+/// The most URLs that a class may answer.
 const MAX_URLS: usize = 64;
-const MAX_CONCURRENCY: usize = 1_024;
 
 /// What a class in Python is, for people.
 pub struct Described(Description);
@@ -38,6 +40,11 @@ impl Described {
     pub fn options(&self) -> impl Iterator<Item = String> {
         let line = |DescribedOption { name, kind, value }: &_| format!("option {name} ({kind}) = {value}");
         self.0.options.iter().map(line)
+    }
+
+    /// What it answers.
+    pub fn routes(&self) -> &'static [Route] {
+        routes(&self.0)
     }
 }
 
@@ -109,18 +116,19 @@ fn start_frame<'a>(
 
 /// A conversation with a process that loads its class.
 struct Loading<'a> {
-    process: &'a Process,
-    channel: UnixStream,
+    started: Started,
     model: &'a str,
 }
 
 impl<'a> Loading<'a> {
-    fn begin(process: &'a Process, model: &'a str) -> Result<Self, LoadError> {
-        let channel = process.take_model_channel().ok_or_else(|| LoadError::Process {
-            model: model.to_owned(),
-            reason: "its process was used before".to_owned(),
+    /// Starts the process of a pool's class.
+    fn begin(pool: &'a Pool, device: &str, threads: usize, timeout: Duration) -> Result<Self, LoadError> {
+        let started = Process::start(&Start { python: &pool.python, device, threads, timeout });
+        let started = started.map_err(|error| LoadError::Process {
+            model: pool.model.clone(),
+            reason: format!("its process cannot be started: {error}"),
         })?;
-        Ok(Self { process, channel, model })
+        Ok(Self { started, model: &pool.model })
     }
 
     fn refused(&self, reason: String) -> LoadError {
@@ -128,16 +136,25 @@ impl<'a> Loading<'a> {
     }
 
     fn lost(&self, error: &io::Error) -> LoadError {
-        let Lost { reason, is_setup } = self.process.why_lost("loading the model", error);
+        let Lost { reason, is_setup } = self.started.process.why_lost("loading the model", error);
         match is_setup {
             true => self.refused(reason),
             false => LoadError::Process { model: self.model.to_owned(), reason },
         }
     }
 
-    /// The next answer. `time`: how long it may take.
-    fn next(&self, time: Option<Duration>) -> Result<(Answer, Frame), LoadError> {
-        let answer = read_frame(&self.channel, time).and_then(|frame| Ok((frame.header()?, frame)));
+    /// The next answer, for which the process is `doing` something. `time`: how long it may take; none: as long as it needs.
+    fn next(&self, doing: &str, time: Option<Duration>) -> Result<(Answer, Frame), LoadError> {
+        let (since, mut remark) = (Instant::now(), FIRST_REMARK);
+        while time.is_none()
+            && !is_readable(&self.started.model_channel, remark.saturating_sub(since.elapsed()))
+        {
+            let seconds = remark.as_secs();
+            tracing::info!(model = self.model, seconds, "the Python process is still {doing}");
+            remark *= 2;
+        }
+        let answer =
+            read_frame(&self.started.model_channel, time).and_then(|frame| Ok((frame.header()?, frame)));
         let (answer, frame) =
             answer.map_err(|error| match time.filter(|_| error.kind() == io::ErrorKind::TimedOut) {
                 Some(time) => {
@@ -161,33 +178,27 @@ impl<'a> Loading<'a> {
         start: &messages::Start<'_>,
         time: Option<Duration>,
     ) -> Result<Description, LoadError> {
-        write_frame(&self.channel, &Request::Start(start), &[]).map_err(|error| self.lost(&error))?;
-        let description = match self.next(time)? {
+        write_frame(&self.started.model_channel, &Request::Start(start), &[])
+            .map_err(|error| self.lost(&error))?;
+        let description = match self.next("importing its module", time)? {
             (Answer::Described(description), _) => *description,
             _ => return Err(self.refused("its process has not described the class first".to_owned())),
         };
-        let Description { version, package, urls, concurrency, .. } = &description;
-        if *version != VERSION {
-            return Err(self.refused(format!(
-                "its interpreter has sconce_model {package}, which speaks version {version} of the protocol; this program \
-                 speaks {VERSION}: install the same version of both"
-            )));
-        }
-        let is_url = |url: &messages::Url| {
-            !url.media_types.is_empty() && (url.url.starts_with('/') || url.url == Route::ANY)
-        };
+        let urls = &description.urls;
+        let is_url = |url: &messages::Url| !url.media_types.is_empty() && url.url.starts_with('/');
         if urls.is_empty() || urls.len() > MAX_URLS || !urls.iter().all(is_url) {
             return Err(self.refused(format!(
                 "its `urls` must be 1 to {MAX_URLS} paths with media types, got {urls:?}"
             )));
         }
-        if !(1..=MAX_CONCURRENCY).contains(concurrency) {
-            return Err(
-                self.refused(format!("its `concurrency` must be 1 to {MAX_CONCURRENCY}, got {concurrency}"))
-            );
-        }
         Ok(description)
     }
+}
+
+/// Waits until a channel can be read, or is closed. False if that takes longer than `time`.
+fn is_readable(channel: &UnixStream, time: Duration) -> bool {
+    let timeout = PollTimeout::try_from(time).unwrap_or(PollTimeout::MAX);
+    poll(&mut [PollFd::new(channel.as_fd(), PollFlags::POLLIN)], timeout) != Ok(0)
 }
 
 /// The routes of a class. They are needed as long as the worker lives, which has one class.
@@ -204,30 +215,21 @@ fn routes(description: &Description) -> &'static [Route] {
     Box::leak(description.urls.iter().map(route).collect::<Vec<_>>().into_boxed_slice())
 }
 
-/// The number format that a class says that it computes in; otherwise the one of the settings.
-fn dtype(said: Option<&str>, spec: &LoadSpec) -> Dtype {
-    let known = |name: &str| Dtype::ALL.into_iter().find(|(_, known)| *known == name).map(|(dtype, _)| dtype);
-    said.and_then(known).unwrap_or(spec.dtype)
-}
-
-/// Has a process load the class of an assignment. Blocks until it has. `wake` wakes the loop, `lost` resolves when the
-/// process is lost.
+/// Starts the process of an assignment, which loads its class. Blocks until it has. `wake` wakes the loop.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
 pub fn load(
-    process: &Arc<Process>,
     assignment: &Assignment,
     spec: &LoadSpec,
-    lost: oneshot::Receiver<String>,
     wake: Waker,
 ) -> Result<Foreign<PythonProcessor, Batches, PythonStreams>, LoadError> {
     let Assignment { device, slot, worker, threads, pool, .. } = assignment;
-    let loading = Loading::begin(process, &pool.model)?;
+    let loading = Loading::begin(pool, device, *threads, pool.batch.timeout)?;
     let place = Place { device, slot, worker, threads: *threads };
     let description = loading.describe(&start_frame("serve", pool, spec, place)?, None)?;
-    let (said, probe, mut frame) = match loading.next(None)? {
-        (Answer::Ready { dtype, probe }, frame) => (dtype, probe, frame),
+    let (probe, mut frame) = match loading.next("loading the model", None)? {
+        (Answer::Ready { probe }, frame) => (probe, frame),
         _ => return Err(loading.refused("its process has sent something else than `ready`".to_owned())),
     };
     let body = frame.body();
@@ -236,7 +238,7 @@ pub fn load(
         properties.headers.insert("url".to_owned(), url.into());
         Message { properties, body }
     });
-    let channel = loading.channel;
+    let Started { process, model_channel: channel, lost } = loading.started;
     let failed =
         |error: io::Error| LoadError::Process { model: pool.model.clone(), reason: error.to_string() };
     let work = match description.work {
@@ -258,7 +260,7 @@ pub fn load(
         last_task: AtomicU64::new(0),
     };
     let process = ForeignProcess { lost, memory: process.memory().clone() };
-    Ok(Foreign { processor, work, dtype: dtype(said.as_deref(), spec), process })
+    Ok(Foreign { processor, work, dtype: spec.dtype, process })
 }
 
 /// Imports the class of a pool in a process that sees no GPU, and says what it is.
@@ -266,23 +268,15 @@ pub fn load(
 /// # Errors
 /// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
 pub fn describe(pool: &Pool, spec: &LoadSpec) -> Result<Described, LoadError> {
-    let start = Start { python: &pool.python, device: "cpu", threads: 1, timeout: DESCRIBE_TIMEOUT };
-    let failed =
-        |error: io::Error| LoadError::Process { model: pool.model.clone(), reason: error.to_string() };
-    let (process, _lost) = Process::start(&start).map_err(failed)?;
-    described_within(&process, pool, spec, DESCRIBE_TIMEOUT)
+    describe_within(pool, spec, DESCRIBE_TIMEOUT)
 }
 
-/// As [`describe`], in a process that is started, and within this time. Ends the process.
-pub(super) fn described_within(
-    process: &Process,
-    pool: &Pool,
-    spec: &LoadSpec,
-    time: Duration,
-) -> Result<Described, LoadError> {
+/// As [`describe`], within this time.
+pub(super) fn describe_within(pool: &Pool, spec: &LoadSpec, time: Duration) -> Result<Described, LoadError> {
     let place = Place { device: "cpu", slot: "check-config/0", worker: "check-config", threads: 1 };
-    let described = Loading::begin(process, &pool.model)
-        .and_then(|loading| loading.describe(&start_frame("describe", pool, spec, place)?, Some(time)));
-    process.kill_group();
+    let start = start_frame("describe", pool, spec, place)?;
+    let loading = Loading::begin(pool, "cpu", 1, time)?;
+    let described = loading.describe(&start, Some(time));
+    loading.started.process.give_up("it is described");
     described.map(Described)
 }

@@ -61,7 +61,7 @@ pub(super) enum Answer {
     /// The class is imported.
     Described(Box<Description>),
     /// The model is loaded.
-    Ready { dtype: Option<String>, probe: Option<Probe> },
+    Ready { probe: Option<Probe> },
     /// The class cannot be imported or loaded, or a batch has failed.
     Failed(Failure),
     /// The inputs of a task are made.
@@ -83,7 +83,6 @@ pub(super) enum Answer {
 /// What a class is.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Description {
-    pub(super) version: u32,
     pub(super) package: String,
     pub(super) python: String,
     pub(super) urls: Vec<Url>,

@@ -8,9 +8,10 @@
 //! | `frames` | how a header and buffers are written to a socket and read from it; their bounds |
 //! | `messages` | what the headers say |
 //! | `process` | how the process is started and watched, and when it is given up |
+//! | `supervisor` | that nothing which the process has started outlives it or the worker |
 //! | `environment` | which variables it gets |
 //! | `output` | which of its printed lines are logged |
-//! | `memory` | how much memory its process group uses |
+//! | `descendants` | which processes it has started, and how much memory they use |
 //! | `load` | what a class that is loaded, or is not, means |
 //! | `replies` | bodies and errors as the class gives them |
 //! | `processor` | preparing tasks and writing replies, over the side channel |
@@ -21,18 +22,19 @@
 //! the *model channel*, and another thread the *side channel*.
 
 mod batches;
+mod descendants;
 mod environment;
 mod frames;
 mod load;
-mod memory;
 mod messages;
 mod output;
 mod process;
 mod processor;
 mod replies;
 mod streams;
+mod supervisor;
 #[cfg(test)]
 mod tests;
 
 pub use load::{describe, load};
-pub use process::{Process, Start, become_interpreter};
+pub use supervisor::supervise;

@@ -14,7 +14,8 @@ const MAX_LINE: usize = 4 << 10;
 /// How many lines are logged at once, and how many a second on average.
 const BURST: f64 = 200.0;
 const PER_SECOND: f64 = 50.0;
-/// How long the rest of the output of an ended process is waited for. A process that left the group may hold the pipe.
+/// How long the rest of the output of an ended process is waited for. A process that is none of its descendants may hold the
+/// pipe.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The output of a process.

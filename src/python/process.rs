@@ -1,76 +1,66 @@
-//! A Python process: starts it in a process group of its own, waits for its end, and gives it up if it ends, breaks the
-//! protocol or takes too long. Then its whole group is killed, and whoever waits for it learns the reason. Owns the group,
-//! the side channel, and the ids of tasks that the process must still forget.
-//!
-//! The interpreter is started by way of this program's command `python-process` ([`become_interpreter`]), which asks the
-//! kernel to kill it when the worker dies. The kernel does that when the *thread* that has started it ends, so it is
-//! started by the thread that lives as long as the worker.
+//! A Python process: starts it by way of its supervisor, waits for its end, and gives it up if it ends, breaks the protocol
+//! or takes too long. Then the channels are closed, upon which the supervisor kills it with all its descendants, and whoever
+//! waits for it learns the reason. Owns the channels, and the ids of tasks that the process must still forget.
 
 use std::io;
-use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::{Signal, killpg};
-use nix::sys::wait::{Id, WaitPidFlag, waitid};
-use nix::unistd::{Pid, dup2_raw, getppid};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 use tokio::sync::oneshot;
 
+use super::descendants::memory_of_descendants;
 use super::environment;
 use super::frames::{Frame, read_frame, write_frame};
-use super::memory;
 use super::messages::{Answer, Request};
 use super::output::Output;
+use super::supervisor::SIGNALLED;
 use crate::config::Python;
 
-/// The command with which this program becomes the interpreter.
+/// The command with which this program supervises the interpreter.
 const COMMAND: &str = "python-process";
-/// The file descriptors of the two channels in the process.
-const MODEL_CHANNEL: i32 = 3;
-const SIDE_CHANNEL: i32 = 4;
-/// How often the memory of the group is measured.
+/// The exit status of the supervisor if there is no interpreter.
+const NO_INTERPRETER: i32 = 82;
+/// How often the memory is measured.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(2);
 /// How long ids of tasks are gathered before the process is told to forget them, unless another frame takes them along.
 const DROP_DELAY: Duration = Duration::from_millis(100);
 /// How long the end of a process that has closed its channel is waited for.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The program that becomes the interpreter. Only tests set it, since a test program has no such command.
+/// The program that supervises the interpreter. Only tests set it, since a test program has no such command.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Sets the program that becomes the interpreter, for tests.
+/// Sets the program that supervises the interpreter, for tests.
 #[cfg(test)]
 pub(super) fn set_program(program: PathBuf) {
     let _ = PROGRAM.set(program);
 }
 
 /// With what a process is started.
-pub struct Start<'a> {
+pub(super) struct Start<'a> {
     /// The pool's section `python`.
-    pub python: &'a Python,
-    /// `cpu`, or the UUID of the GPU that it sees. Empty for a process that needs no device.
-    pub device: &'a str,
+    pub(super) python: &'a Python,
+    /// `cpu`, or the UUID of the GPU that it sees.
+    pub(super) device: &'a str,
     /// Threads of libraries.
-    pub threads: usize,
+    pub(super) threads: usize,
     /// How long one call of the class may take.
-    pub timeout: Duration,
+    pub(super) timeout: Duration,
 }
 
 /// A Python process.
 pub struct Process {
-    leader: Pid,
+    supervisor: i32,
     timeout: Duration,
-    /// Taken once, by what computes.
-    model_channel: Mutex<Option<UnixStream>>,
     /// Locked for a request and its answer, by the threads that prepare tasks and write replies.
     side_channel: Mutex<UnixStream>,
     /// Another handle of each channel, to close them when the process is lost.
@@ -86,6 +76,15 @@ pub struct Process {
     memory: Arc<AtomicU64>,
 }
 
+/// A process that was started.
+pub(super) struct Started {
+    pub(super) process: Arc<Process>,
+    /// For the one that computes.
+    pub(super) model_channel: UnixStream,
+    /// Gets the reason when the process is lost.
+    pub(super) lost: oneshot::Receiver<String>,
+}
+
 /// Why a process is lost.
 #[derive(Clone, Debug)]
 pub(super) struct Lost {
@@ -95,12 +94,11 @@ pub(super) struct Lost {
 }
 
 impl Process {
-    /// Starts the interpreter. The calling thread must live as long as the model is needed. The receiver gets the reason
-    /// when the process is lost.
+    /// Starts the interpreter.
     ///
     /// # Errors
     /// The system cannot start a process or a thread. A missing interpreter is found later.
-    pub fn start(start: &Start<'_>) -> io::Result<(Arc<Self>, oneshot::Receiver<String>)> {
+    pub(super) fn start(start: &Start<'_>) -> io::Result<Started> {
         let (model_channel, model_remote) = UnixStream::pair()?;
         let (side_channel, side_remote) = UnixStream::pair()?;
         side_channel.set_write_timeout(Some(start.timeout))?;
@@ -109,21 +107,20 @@ impl Process {
         // Not the program's path, since the file may have been replaced by a new version.
         let program = PROGRAM.get().cloned().unwrap_or_else(|| "/proc/self/exe".into());
         let child = Command::new(program)
-            .args([COMMAND, "--parent", &std::process::id().to_string(), &python.executable])
+            .args([COMMAND, &python.executable])
             .env_clear()
             .envs(environment::variables(python, device, *threads, std::env::vars_os()))
             .stdin(OwnedFd::from(model_remote))
             .stdout(OwnedFd::from(side_remote))
             .stderr(log)
+            // Of its own, since whoever signals the group of the worker does not mean the supervisor.
             .process_group(0)
             .spawn()?;
-        let leader = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
         let (on_lost, lost) = oneshot::channel();
         let process = Arc::new(Self {
-            leader,
+            supervisor: i32::try_from(child.id()).map_err(io::Error::other)?,
             timeout: *timeout,
             channels: [model_channel.try_clone()?, side_channel.try_clone()?],
-            model_channel: Mutex::new(Some(model_channel)),
             side_channel: Mutex::new(side_channel),
             dropped: Mutex::default(),
             has_dropped: Condvar::new(),
@@ -139,12 +136,7 @@ impl Process {
             .spawn(move || watched.wait_for_end(child, &output))?;
         let cared = process.clone();
         thread::Builder::new().name("python-care".into()).spawn(move || cared.take_care())?;
-        Ok((process, lost))
-    }
-
-    /// The process id, which is also that of its group.
-    pub fn id(&self) -> u32 {
-        self.leader.as_raw().unsigned_abs()
+        Ok(Started { process, model_channel, lost })
     }
 
     /// How long one call of the class may take.
@@ -152,44 +144,37 @@ impl Process {
         self.timeout
     }
 
-    /// Bytes of memory of its group, as last measured.
+    /// Bytes of memory of it and its descendants, as last measured.
     pub(super) fn memory(&self) -> &Arc<AtomicU64> {
         &self.memory
     }
 
-    /// The model channel, for the one that reads it from now on.
-    pub(super) fn take_model_channel(&self) -> Option<UnixStream> {
-        self.model_channel.lock().take()
-    }
-
-    /// Waits for the end of the process itself, not of its output, which its children may hold open.
-    fn wait_for_end(&self, mut child: Child, output: &Output) {
-        // The leader's id stays its own until it is reaped.
-        let _ = waitid(Id::Pid(self.leader), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-        let _ = killpg(self.leader, Signal::SIGKILL);
+    /// Waits until the process and all its descendants have ended.
+    fn wait_for_end(&self, mut supervisor: Child, output: &Output) {
+        let ended = supervisor.wait();
         let last_line = output.last_line();
-        let ended = child.wait();
         let told = if last_line.is_empty() { String::new() } else { format!("; its last line: {last_line}") };
-        let (how, code) = match ended {
-            Ok(status) => (status.to_string(), status.code()),
+        let (how, code) = match ended.map(|status| (status, status.code())) {
+            Ok((_, Some(code))) if code > SIGNALLED => {
+                (ExitStatus::from_raw(code - SIGNALLED).to_string(), None)
+            }
+            Ok((status, code)) => (status.to_string(), code),
             Err(error) => (format!("it cannot be waited for: {error}"), None),
         };
         let is_setup = code == Some(NO_INTERPRETER) || last_line.ends_with("No module named sconce_model");
         self.lose(Lost { reason: format!("the Python process has ended ({how}){told}"), is_setup });
     }
 
-    /// Gives the process up, and kills its group. Only the first reason counts.
+    /// Gives the process up: it is killed with its descendants.
     pub(super) fn give_up(&self, reason: impl Into<String>) {
-        if self.lose(Lost { reason: reason.into(), is_setup: false }) {
-            let _ = killpg(self.leader, Signal::SIGKILL);
-        }
+        self.lose(Lost { reason: reason.into(), is_setup: false });
     }
 
-    /// Returns whether this is the first reason.
-    fn lose(&self, why: Lost) -> bool {
+    /// Only the first reason counts.
+    fn lose(&self, why: Lost) {
         let mut lost = self.lost.lock();
         if lost.is_some() {
-            return false;
+            return;
         }
         if let Some(on_lost) = self.on_lost.lock().take() {
             let _ = on_lost.send(why.reason.clone());
@@ -197,15 +182,8 @@ impl Process {
         *lost = Some(why);
         self.is_lost.notify_all();
         for channel in &self.channels {
+            // What its supervisor waits for.
             let _ = channel.shutdown(std::net::Shutdown::Both);
-        }
-        true
-    }
-
-    /// Kills all processes of the group, unless that was done before: then its id may be another's.
-    pub fn kill_group(&self) {
-        if self.lost.lock().is_none() {
-            let _ = killpg(self.leader, Signal::SIGKILL);
         }
     }
 
@@ -269,7 +247,7 @@ impl Process {
         let mut measured = Instant::now();
         while self.lost.lock().is_none() {
             if measured.elapsed() >= MEMORY_INTERVAL || self.memory.load(Ordering::Relaxed) == 0 {
-                self.memory.store(memory::of_group(self.leader.as_raw()), Ordering::Relaxed);
+                self.memory.store(memory_of_descendants(self.supervisor), Ordering::Relaxed);
                 measured = Instant::now();
             }
             let mut dropped = self.dropped.lock();
@@ -286,51 +264,4 @@ impl Process {
             }
         }
     }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.kill_group();
-    }
-}
-
-/// The exit status of [`become_interpreter`] if there is no interpreter.
-const NO_INTERPRETER: i32 = 82;
-
-/// Becomes the interpreter of a class in Python: moves the channels, which are stdin and stdout, to their file descriptors,
-/// and replaces this program by `executable`. Returns only if that fails.
-///
-/// # Errors
-/// The parent is gone, or there is no such interpreter.
-pub fn become_interpreter(parent: u32, executable: &str) -> io::Error {
-    let prepared = || -> io::Result<Stdio> {
-        set_pdeathsig(Signal::SIGKILL)?;
-        // The parent may have died before `prctl` was called.
-        if getppid().as_raw() != i32::try_from(parent).unwrap_or_default() {
-            return Err(io::Error::other(format!("the worker (process {parent}) is gone")));
-        }
-        move_to(io::stdin(), MODEL_CHANNEL)?;
-        move_to(io::stdout(), SIDE_CHANNEL)?;
-        Ok(Stdio::from(io::stderr().as_fd().try_clone_to_owned()?))
-    };
-    let stdout = match prepared() {
-        Ok(stdout) => stdout,
-        Err(error) => return error,
-    };
-    Command::new(executable)
-        .args(["-u", "-m", "sconce_model"])
-        // Set by `app::main` for the threads of this program.
-        .env_remove("RUST_MIN_STACK")
-        .stdin(Stdio::null())
-        .stdout(stdout)
-        .exec()
-}
-
-#[expect(unsafe_code, reason = "dup2(2) is unsafe because it closes what the number stood for")]
-fn move_to(from: impl AsFd, number: i32) -> io::Result<()> {
-    // SAFETY: nothing uses this number: the program has opened no file, and is about to be replaced by another.
-    let moved = unsafe { dup2_raw(from, number) }?;
-    // It must stay open in the interpreter.
-    let _ = moved.into_raw_fd();
-    Ok(())
 }

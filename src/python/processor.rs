@@ -12,6 +12,9 @@ use crate::model::{
     TaskErrorKind,
 };
 
+/// The longest body, in bytes, that takes about ten milliseconds at most to read.
+const MAX_USUAL_BODY: usize = 64 << 10;
+
 /// The CPU part of a class in Python.
 pub struct PythonProcessor {
     pub(super) process: Arc<Process>,
@@ -133,8 +136,10 @@ impl Processor for PythonProcessor {
         Ok((Context { held, template, tokens, has_parts: parts }, inputs))
     }
 
-    fn effort(&self, _: &Message) -> Effort {
-        if self.description.slow { Effort::Long } else { Effort::Usual }
+    fn effort(&self, message: &Message) -> Effort {
+        // Reading JSON of a megabyte takes Python a tenth of a second.
+        let is_long = self.description.slow || message.body.len() > MAX_USUAL_BODY;
+        if is_long { Effort::Long } else { Effort::Usual }
     }
 
     fn bytes(&self, input: &Input) -> usize {

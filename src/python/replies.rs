@@ -9,6 +9,9 @@ use super::messages::{Failure, FailureKind, Form};
 use crate::model::{Body, Message, TaskError, TaskErrorKind};
 use crate::protocol::{Headers, Value};
 
+/// The most arrays and tables around a value in a header that a class is given.
+const MAX_DEPTH: usize = 32;
+
 /// How the outputs of a task become its reply: each output stands between two of the texts.
 pub(super) struct Template {
     pub(super) content_type: String,
@@ -55,12 +58,14 @@ impl Template {
     }
 }
 
-/// The headers of a message, as far as JSON has their values.
+/// The headers of a message, as far as JSON has their values. One that is nested deeper than [`MAX_DEPTH`] is left out:
+/// readers of JSON take more of the stack for each level.
 pub(super) fn headers(message: &Message) -> Map<String, Json> {
-    fn of_all(headers: &Headers) -> Map<String, Json> {
-        headers.iter().filter_map(|(name, value)| Some((name.clone(), json(value)?))).collect()
+    fn of_all(headers: &Headers, depth: usize) -> Map<String, Json> {
+        headers.iter().filter_map(|(name, value)| Some((name.clone(), json(value, depth)?))).collect()
     }
-    fn json(value: &Value) -> Option<Json> {
+    fn json(value: &Value, depth: usize) -> Option<Json> {
+        let depth = depth.checked_sub(1)?;
         Some(match value {
             Value::Void => Json::Null,
             Value::Bool(switch) => (*switch).into(),
@@ -75,12 +80,14 @@ pub(super) fn headers(message: &Message) -> Map<String, Json> {
             Value::F32(number) => (*number).into(),
             Value::F64(number) => (*number).into(),
             Value::Text(text) => String::from_utf8(text.clone()).ok()?.into(),
-            Value::Array(items) => items.iter().map(json).collect::<Option<Vec<_>>>()?.into(),
-            Value::Table(table) => of_all(table).into(),
+            Value::Array(items) => {
+                items.iter().map(|item| json(item, depth)).collect::<Option<Vec<_>>>()?.into()
+            }
+            Value::Table(table) => of_all(table, depth).into(),
             Value::Decimal { .. } | Value::Bytes(_) => return None,
         })
     }
-    of_all(&message.properties.headers)
+    of_all(&message.properties.headers, MAX_DEPTH)
 }
 
 /// The error of a task. `otherwise`: what an exception means that is no `TaskError`.
@@ -133,6 +140,16 @@ mod tests {
         );
         let error = filled(Form::Number, &[vec![1.0, 2.0], vec![]]).unwrap_err();
         assert!(error.message.contains("2 numbers for input 0"), "{error}");
+    }
+
+    #[test]
+    fn a_header_that_is_nested_deeply_does_not_reach_the_class() {
+        let nested = |depth: usize| (0..depth).fold(Value::Void, |inner, _| Value::Array(vec![inner]));
+        let mut message = Message::default();
+        for depth in [1, MAX_DEPTH - 1, MAX_DEPTH, 1_100] {
+            message.properties.headers.insert(format!("x{depth}"), nested(depth));
+        }
+        assert_eq!(headers(&message).keys().collect::<Vec<_>>(), ["x1", "x31"]);
     }
 
     #[test]

@@ -1,11 +1,10 @@
 //! Tests with a real interpreter, whose class needs Python's own library alone: streams, and what ends a process.
 
 use std::fs;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::batches::Batches;
-use super::process::{Process, Start, set_program};
+use super::process::set_program;
 use super::processor::{Output, PythonProcessor};
 use super::streams::PythonStreams;
 use super::{describe, load};
@@ -43,35 +42,16 @@ class Stuck(sconce_model.Model):
         return [[1.5, 2.5] for _ in batch]
 "#;
 
-/// The folder of a test, with its classes and a program that becomes the interpreter as `sconce python-process` does.
-struct Rig {
-    folder: tempfile::TempDir,
-    process: Arc<Process>,
-    lost: tokio::sync::oneshot::Receiver<String>,
-    assignment: Assignment,
-}
-
-impl Rig {
-    fn new(class: &str, timeout: Duration) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let assignment = assignment(&folder, class);
-        let (process, lost) =
-            Process::start(&Start { python: &assignment.pool.python, device: "cpu", threads: 1, timeout })
-                .unwrap();
-        Self { folder, process, lost, assignment }
-    }
-
-    fn load(self) -> (Loaded, tempfile::TempDir) {
-        let spec = LoadSpec::new(self.assignment.pool.model.clone());
-        let (waker, woken) = std::sync::mpsc::sync_channel(1);
-        let wake = Box::new(move || _ = waker.try_send(()));
-        let loaded = load(&self.process, &self.assignment, &spec, self.lost, wake)
-            .unwrap_or_else(|error| panic!("{error}"));
-        (
-            Loaded { processor: loaded.processor, work: loaded.work, lost: loaded.process.lost, woken },
-            self.folder,
-        )
-    }
+/// Loads a class, one call of which may take `timeout`. The folder with the class comes last.
+fn loaded(class: &str, timeout: Duration) -> (Loaded, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut assignment = assignment(&folder, class);
+    assignment.pool.batch.timeout = timeout;
+    let spec = LoadSpec::new(assignment.pool.model.clone());
+    let (waker, woken) = std::sync::mpsc::sync_channel(1);
+    let wake = Box::new(move || _ = waker.try_send(()));
+    let loaded = load(&assignment, &spec, wake).unwrap_or_else(|error| panic!("{error}"));
+    (Loaded { processor: loaded.processor, work: loaded.work, lost: loaded.process.lost, woken }, folder)
 }
 
 struct Loaded {
@@ -142,8 +122,7 @@ fn until_ended(
 
 #[test]
 fn a_stream_gives_its_parts_and_ends_when_it_is_told() {
-    let (Loaded { processor, work, woken, .. }, _folder) =
-        Rig::new("Counting", Duration::from_secs(30)).load();
+    let (Loaded { processor, work, woken, .. }, _folder) = loaded("Counting", Duration::from_secs(30));
     let ForeignWork::Streams(mut streams) = work else { panic!("it has streams") };
     let input = prepared(&processor, r#"{"to": 3}"#).pop().unwrap();
     streams.start(1, &input).unwrap();
@@ -162,8 +141,7 @@ fn a_stream_gives_its_parts_and_ends_when_it_is_told() {
 
 #[test]
 fn a_stream_that_is_silent_for_too_long_loses_the_process() {
-    let (Loaded { processor, work, mut lost, .. }, _folder) =
-        Rig::new("Counting", Duration::from_secs(2)).load();
+    let (Loaded { processor, work, mut lost, .. }, _folder) = loaded("Counting", Duration::from_secs(2));
     let ForeignWork::Streams(mut streams) = work else { panic!("it has streams") };
     let input = prepared(&processor, r#"{"to": 0}"#).pop().unwrap();
     streams.start(1, &input).unwrap();
@@ -182,9 +160,8 @@ fn a_stream_that_is_silent_for_too_long_loses_the_process() {
 }
 
 #[test]
-fn a_process_that_is_stopped_is_given_up_after_the_timeout_and_killed() {
-    let (Loaded { processor, work, mut lost, .. }, _folder) =
-        Rig::new("Stuck", Duration::from_secs(2)).load();
+fn a_process_that_is_stopped_is_given_up_after_the_timeout() {
+    let (Loaded { processor, work, mut lost, .. }, _folder) = loaded("Stuck", Duration::from_secs(2));
     let ForeignWork::Batches(mut batches) = work else { panic!("it has batches") };
     let inputs = prepared(&processor, r#"{"input": ["a", "b"]}"#);
     let results = batches.forward(&inputs.iter().collect::<Vec<_>>()).unwrap();
@@ -200,10 +177,6 @@ fn a_process_that_is_stopped_is_given_up_after_the_timeout_and_killed() {
         "{error}"
     );
     assert!(lost.try_recv().unwrap().contains("batch.timeout"));
-    let process = processor.process.id();
-    while fs::read_to_string(format!("/proc/{process}/stat")).is_ok_and(|stat| !stat.contains(") Z")) {
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 #[test]
@@ -211,8 +184,6 @@ fn describing_a_class_whose_module_never_ends_is_given_up() {
     let folder = tempfile::tempdir().unwrap();
     let assignment = assignment(&folder, "Counting");
     let spec = LoadSpec::new(assignment.pool.model.clone());
-    let started =
-        Start { python: &assignment.pool.python, device: "cpu", threads: 1, timeout: Duration::from_secs(9) };
     let endless = Assignment {
         pool: config::Pool {
             model: assignment.pool.model.replace("own_classes", "own_classes_endless"),
@@ -222,10 +193,8 @@ fn describing_a_class_whose_module_never_ends_is_given_up() {
     };
     fs::write(folder.path().join("own_classes_endless.py"), "import time\nwhile True: time.sleep(1)\n")
         .unwrap();
-    let (process, _lost) = Process::start(&started).unwrap();
-    let error = super::load::described_within(&process, &endless.pool, &spec, Duration::from_millis(500))
-        .map(drop)
-        .unwrap_err();
+    let error =
+        super::load::describe_within(&endless.pool, &spec, Duration::from_millis(500)).map(drop).unwrap_err();
     assert!(
         matches!(&error, LoadError::Unsupported { reason, .. } if reason.contains("took longer than")),
         "{error}"

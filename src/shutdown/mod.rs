@@ -5,7 +5,7 @@ mod exit;
 mod signals;
 
 pub use exit::Exit;
-pub use signals::{Hangups, SecondSignal, listen_for_signals};
+pub use signals::{Hangups, SecondSignal, ignore_stop_signals, listen_for_signals};
 
 use tokio::sync::watch;
 

@@ -4,6 +4,7 @@
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{self as raw, SigHandler};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{Phase, Stop};
@@ -58,6 +59,19 @@ pub fn listen_for_signals(stop: Stop, second_signal: SecondSignal) -> io::Result
             stop.advance(first_signal.phase_at(second_signal, Instant::now()), name);
         }
     });
+    Ok(())
+}
+
+/// Ignores the signals that stop a service, in this process and those that it starts afterwards.
+///
+/// # Errors
+/// The system refuses that.
+#[expect(unsafe_code, reason = "sigaction(2) is unsafe for the handlers that it could install")]
+pub fn ignore_stop_signals() -> io::Result<()> {
+    for ignored in [raw::Signal::SIGTERM, raw::Signal::SIGINT, raw::Signal::SIGHUP] {
+        // SAFETY: SIG_IGN is not a handler function, so no code of ours runs at a signal.
+        let _before = unsafe { raw::signal(ignored, SigHandler::SigIgn) }?;
+    }
     Ok(())
 }
 

@@ -21,6 +21,8 @@ from ._errors import ClassProblem, TaskError, last_line, place, short_traceback,
 from ._model import JSON, Body, Input, Model, Task, Worker
 from ._wire import VERSION, Channel, header, header_length, quit, written
 
+LONG_BODY = 64 << 10
+"""In bytes."""
 DTYPES = {"auto": "float32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -72,6 +74,8 @@ class Process:
             made = _bodies.template(task, len(inputs), self.model.worker)
             fields = {"template": {"content_type": JSON, "as": made.kind}, "buffers": made.pieces}
         self.held[frame["task"]] = Held(task, inputs)
+        if len(task.body) > LONG_BODY:
+            task.__dict__.pop("_json", None)  # some ten times as large as the body; `finish` may read it again
         sizes: dict[str, Any] = {"tokens": [one.tokens for one in inputs], "bytes": [one.bytes for one in inputs]}
         return written("prepared", task=frame["task"], **sizes, parts=self.is_stream and wants_parts(task), **fields)
 
@@ -201,7 +205,6 @@ def described(kind: type[Model], options: Any) -> dict[str, Any]:
         values = {"default": None if default is ... else default, "value": getattr(options, name)}
         own.append({"name": name, "type": type_name(wanted), **values})
     return {
-        "version": VERSION,
         "package": import_module("sconce_client").__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "urls": [{"url": url, "media_types": types} for url, types in routes(kind).items()],
@@ -249,7 +252,7 @@ def main() -> None:
         probe = probe_of(model)
     process = Process(model, channel)
     about = {"url": probe.url, "content_type": probe.content_type} if probe else None
-    channel.write(written("ready", [probe.body] if probe else [], dtype=None, probe=about))
+    channel.write(written("ready", [probe.body] if probe else [], probe=about))
     threading.Thread(target=process.serve_side, args=(side,), daemon=True, name="sconce-side").start()
     if process.is_stream:
         asyncio.run(process.serve_streams())

@@ -42,7 +42,7 @@ pub(in crate::commands) enum Bodies {
         random: Xoshiro256PlusPlus,
         words: RangeInclusive<usize>,
         inputs: usize,
-        sample: fn(&[String]) -> Sample,
+        sample: Box<dyn Fn(&[String]) -> Sample>,
     },
     /// Bodies of a file, in a new random order in each round.
     File { random: Xoshiro256PlusPlus, works: Vec<Work>, next: usize },
@@ -54,7 +54,7 @@ impl Bodies {
         seed: u64,
         words: RangeInclusive<usize>,
         inputs: usize,
-        sample: fn(&[String]) -> Sample,
+        sample: Box<dyn Fn(&[String]) -> Sample>,
     ) -> Self {
         Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs, sample }
     }
@@ -126,7 +126,7 @@ mod tests {
     use crate::model::tasks::embed;
 
     fn texts(seed: u64) -> Vec<Work> {
-        Bodies::texts(seed, 2..=254, 1, embed::FAMILY.sample).take(2_000).collect()
+        Bodies::texts(seed, 2..=254, 1, Box::new(embed::FAMILY.sample)).take(2_000).collect()
     }
 
     #[test]
@@ -154,13 +154,13 @@ mod tests {
         let mean = 2.0 + lengths.iter().sum::<usize>() as f64 / 2_000.0;
         assert!((32.0..38.0).contains(&mean), "{mean}");
         assert!(lengths[1_000] < 8, "the median is {}", lengths[1_000]);
-        let fixed = Bodies::texts(3, 7..=7, 1, embed::FAMILY.sample).take(50);
+        let fixed = Bodies::texts(3, 7..=7, 1, Box::new(embed::FAMILY.sample)).take(50);
         assert!(fixed.into_iter().all(|work| count(&work) == 7));
     }
 
     #[test]
     fn a_task_of_several_texts_lists_them() {
-        let work = Bodies::texts(1, 2..=9, 3, embed::FAMILY.sample).next().unwrap();
+        let work = Bodies::texts(1, 2..=9, 3, Box::new(embed::FAMILY.sample)).next().unwrap();
         let body: Json = serde_json::from_slice(&work.body).unwrap();
         assert_eq!((body["input"].as_array().unwrap().len(), work.inputs), (3, 3));
     }

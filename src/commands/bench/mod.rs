@@ -23,7 +23,6 @@ use crate::cli::{Bench, Texts};
 use crate::client::Client;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
-use crate::model::family::Sample;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -42,7 +41,7 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let queue = queue_named(pool, arguments.queue.as_deref())?;
-    let bodies = bodies(&arguments.texts, registry.sample(pool)).exits_with(Exit::Usage)?;
+    let bodies = bodies(&arguments.texts, pool, registry).exits_with(Exit::Usage)?;
     let plan = plan(arguments);
     // One thread, which is woken less often than several: the client should take as little CPU time as possible from
     // the measured service.
@@ -107,10 +106,11 @@ fn plan(arguments: &Bench) -> Plan {
     Plan { warmup, tasks: arguments.tasks, trailing: in_flight - 1 }
 }
 
-/// The tasks of `--input`, or tasks that `sample` makes from random texts.
-pub(super) fn bodies(texts: &Texts, sample: fn(&[String]) -> Sample) -> anyhow::Result<Bodies> {
-    let Texts { seed, words, inputs, input } = texts;
+/// The tasks of `--input`, or tasks for a pool from random texts.
+pub(super) fn bodies(texts: &Texts, pool: &Pool, registry: &Registry) -> anyhow::Result<Bodies> {
+    let Texts { seed, words, inputs, input, url } = texts;
     let Some(path) = input else {
+        let sample = registry.for_tasks(pool, url.as_deref())?.sample(pool, url.as_deref());
         return Ok(Bodies::texts(*seed, words.clone(), *inputs, sample));
     };
     let name = || if path == Path::new("-") { "stdin".to_owned() } else { path.display().to_string() };

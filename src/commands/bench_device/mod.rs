@@ -11,7 +11,6 @@ use anyhow::Context;
 use self::measure::measure;
 use self::report::Report;
 use super::bench::{Work, bodies};
-use super::registry::Started;
 use super::{Registry, load, pool_named, reexec_with_environment, start_logging};
 use crate::cli::BenchDevice;
 use crate::commands::exits::ExitsWith as _;
@@ -24,16 +23,11 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     let slot = slot(arguments, registry)?;
     reexec_with_environment(&environment(&slot))?;
     start_logging(Some(QUIET))?;
-    let tasks: Vec<Work> = bodies(&arguments.texts, registry.sample(&slot.pool))
+    let tasks: Vec<Work> = bodies(&arguments.texts, &slot.pool, registry)
         .exits_with(Exit::Usage)?
         .take(arguments.tasks)
         .collect();
-    let Started { starter, process } = registry.start(&slot);
-    let measured = measure(&slot, &starter, &tasks, arguments.time);
-    if let Some(process) = process {
-        process.kill_group();
-    }
-    let measured = measured?;
+    let measured = measure(&slot, &registry.starter(&slot), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);
     if arguments.json {
         writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?;

@@ -78,6 +78,11 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let pools = pools?;
     // Now the models' files are on this host.
     name_by_work(&mut settings.pools, registry);
+    // The URL of a line decides which of several pools it is for.
+    let registry = &match &settings.pools[..] {
+        [_] => registry.clone(),
+        pools => registry.with_classes(pools)?,
+    };
     let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     let batch = batch_of(&arguments.batch, &settings.pools, registry).exits_with(Exit::Usage)?;
     let OpenBatch { mut results, point, rows } = open_files(&batch, &pools).exits_with(Exit::Usage)?;
@@ -428,7 +433,10 @@ impl Router {
 
     /// Returns the queue of the pool that answers `url`. If several pools do, chooses the one that the body's `model`
     /// names, else the first of them. If no pool does, chooses the first pool, which answers with an error.
-    fn queue(&mut self, url: &str, body: &[u8]) -> Arc<str> {
+    ///
+    /// # Errors
+    /// Several pools are left, and one of them is a class in Python: it may do something else for this URL.
+    fn queue(&mut self, url: &str, body: &[u8]) -> anyhow::Result<Arc<str>> {
         let pools = match self.by_url.get(url) {
             Some(cached) => cached.clone(),
             None => {
@@ -440,13 +448,25 @@ impl Router {
                 answering
             }
         };
-        let named = || {
-            let model = model_of(body)?;
-            pools.iter().find(|index| self.pools[**index].names.iter().any(|name| name == base_name(&model)))
+        let model = if pools.len() > 1 { model_of(body) } else { None };
+        let is_named = |index: &&usize| {
+            let names = &self.pools[**index].names;
+            model.as_ref().is_some_and(|model| names.iter().any(|name| name == base_name(model)))
         };
-        let index = if pools.len() > 1 { named() } else { None };
-        let index = index.or_else(|| pools.first()).copied().unwrap_or(0);
-        self.pools[index].queue.clone()
+        let mut fitting: Vec<usize> = pools.iter().filter(is_named).copied().collect();
+        if fitting.is_empty() {
+            fitting.extend(&*pools);
+        }
+        let is_python = |index: &usize| self.pools[*index].pool.python_class().is_some();
+        if fitting.len() > 1 && fitting.iter().any(is_python) {
+            let names: Vec<_> =
+                fitting.iter().map(|index| format!("{:?}", self.pools[*index].pool.name)).collect();
+            let names = names.join(", ");
+            bail!(
+                "the pools {names} answer {url}: name the model of one of them as `model`, or choose one with --pool"
+            );
+        }
+        Ok(self.pools[fitting.first().copied().unwrap_or(0)].queue.clone())
     }
 }
 
@@ -480,7 +500,8 @@ fn tasks(
                 ids.add(&custom_id, number);
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{number}");
-                let queue = Some(router.queue(&url, &body));
+                let queue = router.queue(&url, &body).with_context(|| format!("line {number} of the input"));
+                let queue = Some(queue.exits_with(Exit::Usage)?);
                 let message = TaskMessage { queue, ..TaskMessage::new(message_id, Some(&url), body) };
                 ClientTask { meta: Line::Request { custom_id, inputs }, message: Some(message) }
             }

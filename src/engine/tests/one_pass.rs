@@ -215,6 +215,20 @@ fn a_bad_input_and_a_panic_cost_their_batch_mates_nothing() {
 }
 
 #[test]
+fn the_other_bad_inputs_of_a_task_that_has_failed_are_not_computed() {
+    let mut rig = Rig::new(false);
+    rig.engine.queue().expect(Expect::More);
+    rig.enqueue(&[0, 0, 0], None);
+    rig.enqueue(&[10], None);
+    rig.engine.queue().expect(Expect::Less);
+    rig.run();
+    let submitted: Vec<_> = rig.calls().into_iter().filter(|call| call.starts_with("submit")).collect();
+    assert_eq!(submitted, ["submit [0, 0, 0, 10]", "submit [0, 0]", "submit [0]", "submit [10]"]);
+    let answers = rig.answers();
+    assert!(matches!(&answers[..], [Some(Err(_)), Some(Ok(_))]), "{answers:?}");
+}
+
+#[test]
 fn a_batch_out_of_memory_is_halved_after_the_one_before_it() {
     let mut rig = Rig::after(true, &[FULL, &[20, 2, 21, 22], &[30, 31, 32, 33]]);
     let calls = rig.calls();

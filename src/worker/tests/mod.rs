@@ -9,6 +9,7 @@ mod parts;
 mod queues;
 mod retries;
 mod sequences;
+mod slow_replies;
 #[cfg(feature = "otlp")]
 mod tracing;
 

@@ -8,9 +8,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
 
-use super::processes::lives;
+use super::processes::{children, lives};
 use super::rig::{Rig, eventually, line};
-use super::runs::{PACKAGE, TINY, answers_of, run_of, start, statuses};
+use super::runs::{TINY, answers_of, command, pools_of, run_of, start, statuses};
 
 /// Eight texts, the fourth with this one.
 fn with(bad: &str) -> [&str; 8] {
@@ -40,10 +40,12 @@ fn a_text_that_kills_its_process_is_an_error_alone_also_if_it_does_so_by_a_signa
 
 #[test]
 fn a_text_that_takes_longer_than_the_timeout_is_an_error_alone() {
-    let (ended, answers) = answers_of(TINY, "Tiny", &with("hang"), &["--set", "pool[0].batch.timeout=1s"]);
-    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
-    let expected: Vec<i64> = (0..8).map(|n| if n == 3 { 500 } else { 200 }).collect();
-    assert_eq!(statuses(&answers), expected, "{}", ended.stderr);
+    for bad in ["hang", "stop"] {
+        let (ended, answers) = answers_of(TINY, "Tiny", &with(bad), &["--set", "pool[0].batch.timeout=1s"]);
+        assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+        let expected: Vec<i64> = (0..8).map(|n| if n == 3 { 500 } else { 200 }).collect();
+        assert_eq!(statuses(&answers), expected, "{bad}: {}", ended.stderr);
+    }
 }
 
 #[test]
@@ -70,7 +72,34 @@ fn a_gigabyte_of_output_is_left_out_of_the_log_and_out_of_the_frames() {
     assert!(ended.stderr.len() < 1_000_000, "{}", ended.stderr.len());
 }
 
-/// A class that forks a child and starts a program, both of which only a SIGKILL ends, and writes their ids to `pids`.
+#[test]
+fn an_import_that_takes_longer_than_a_batch_may_is_waited_for_and_the_log_says_so() {
+    let code = TINY.replace("HERE = ", "time.sleep(5)\nHERE = ");
+    let rig = Rig::new(&[line("r-0", json!({"input": "a"}))]);
+    let mut command = command(&rig, &code, "Tiny", &["--set", "pool[0].batch.timeout=1s"]);
+    command.env("SCONCE_LOG", "info");
+    let ended = rig.start_command(command).wait();
+    assert_eq!((ended.code, statuses(&rig.answers())), (Some(0), vec![200]), "{}", ended.stderr);
+    assert!(ended.stderr.contains("still importing its module"), "{}", ended.stderr);
+}
+
+#[test]
+fn an_import_without_an_end_does_not_hold_up_a_stop() {
+    let code = TINY.replace(
+        "HERE = Path(__file__).parent\n",
+        "HERE = Path(__file__).parent\n(HERE / \"new\").write_text(str(os.getpid()))\n(HERE / \"new\").rename(HERE / \"pids\")\n\
+         time.sleep(1000)\n",
+    );
+    let (rig, run) = run_of(&code, "Tiny", &["a"], &[]);
+    let importing = pids(&rig.path(""));
+    run.signal(Signal::SIGINT);
+    let ended = run.wait();
+    assert!(ended.code.is_some_and(|code| code != 0), "{}", ended.stderr);
+    assert_gone(&importing);
+}
+
+/// A class that forks a child, starts a program, and leaves a daemon that has a session, a group and an environment of its
+/// own and no parent. Only a SIGKILL ends them. Their ids, and that of the class's process, are in `pids`.
 fn forking() -> String {
     TINY.replace(
         "HERE = Path(__file__).parent\n",
@@ -84,7 +113,10 @@ def fork():
         while True:
             time.sleep(1)
     program = subprocess.Popen(["sleep", "1000"])
-    (HERE / "pids.new").write_text(f"{os.getpid()} {child} {program.pid}")
+    parent_of_daemon = "import os; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); os.close(1); " \
+        "os.execve('/bin/sleep', ['sleep', '1000'], {})"
+    daemon = int(subprocess.run([sys.executable, "-c", parent_of_daemon], stdout=subprocess.PIPE, check=True).stdout)
+    (HERE / "pids.new").write_text(f"{os.getpid()} {child} {program.pid} {daemon}")
     (HERE / "pids.new").rename(HERE / "pids")
 "#,
     )
@@ -117,6 +149,9 @@ fn no_process_of_a_class_outlives_a_worker_that_is_killed() {
     let (rig, run) = run_of(&forking(), "Tiny", &["hang"], &[]);
     let first = pids(&rig.path(""));
     let worker = eventually("there is a worker", || run.workers().pop());
+    // As a service manager does to all processes of a service.
+    let supervisor = children(worker, "python-process").pop().unwrap();
+    kill(Pid::from_raw(supervisor as i32), Signal::SIGTERM).unwrap();
     kill(Pid::from_raw(worker as i32), Signal::SIGKILL).unwrap();
     assert_gone(&first);
     run.signal(Signal::SIGINT);
@@ -139,8 +174,7 @@ fn no_process_of_a_class_outlives_a_launcher_that_is_killed() {
 
 #[test]
 fn the_death_of_an_idle_process_ends_its_worker_which_is_started_again() {
-    // Which URLs a class answers is not known here, so the line names its model.
-    let rig = Rig::new(&[line("r-0", json!({"input": "a", "model": "Tiny"}))]);
+    let rig = Rig::new(&[line("r-0", json!({"input": "a"}))]);
     let folder = rig.path("");
     fs::create_dir(folder.join("loaded")).unwrap();
     let idle = r#"
@@ -168,15 +202,8 @@ class Idle(sconce_model.Model):
     );
     fs::write(folder.join("tiny_class.py"), code).unwrap();
     fs::write(folder.join("idle_class.py"), idle).unwrap();
-    let pool = |name: &str, class: &str| {
-        format!(
-            "[[pool]]\nname = {name:?}\ntask_queue = {name:?}\ndevices = \"cpu\"\nmodel = \"python:./{name}_class.py:{class}\"\n\
-             [pool.python]\npath = [{PACKAGE:?}]\n"
-        )
-    };
-    let file = rig.path("sconce.toml");
-    fs::write(&file, pool("tiny", "Tiny") + &pool("idle", "Idle")).unwrap();
-    let mut command = rig.command(&["--config", file.to_str().unwrap(), "--pool", "tiny", "--pool", "idle"]);
+    let file = pools_of(&rig, &[("tiny", "./tiny_class.py:Tiny"), ("idle", "./idle_class.py:Idle")]);
+    let mut command = rig.command(&["--config", &file]);
     command.env("SCONCE_LOG", "info");
     let ended = rig.start_command(command).wait();
     assert_eq!((ended.code, statuses(&rig.answers())), (Some(0), vec![200]), "{}", ended.stderr);

@@ -6,8 +6,10 @@
 mod answers;
 mod design;
 mod faults;
+mod pools;
 mod refusals;
 mod runs;
+mod streams;
 
 use crate::run_batch::rig;
 use crate::support::processes;

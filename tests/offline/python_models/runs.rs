@@ -1,6 +1,7 @@
 //! A run of `sconce run-batch` whose model is a class in Python.
 
 use std::fs;
+use std::process::Command;
 
 use serde_json::{Value, json};
 
@@ -36,6 +37,7 @@ class Tiny(sconce_model.Model):
         "exit": lambda: os._exit(3),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "hang": hang,
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
 
     def forward(self, batch):
@@ -55,6 +57,11 @@ pub fn run_of(code: &str, class: &str, texts: &[&str], more: &[&str]) -> (Rig, P
 
 /// Starts a run with this class.
 pub fn start(rig: &Rig, code: &str, class: &str, more: &[&str]) -> Process {
+    rig.start_command(command(rig, code, class, more))
+}
+
+/// The command of a run with this class.
+pub fn command(rig: &Rig, code: &str, class: &str, more: &[&str]) -> Command {
     let file = rig.path("tiny_class.py");
     fs::write(&file, code).unwrap();
     let model = format!("python:{}:{class}", file.display());
@@ -67,7 +74,7 @@ pub fn start(rig: &Rig, code: &str, class: &str, more: &[&str]) -> Process {
         arguments.extend(["--devices", "cpu"]);
     }
     arguments.extend(more);
-    rig.start(&arguments)
+    rig.command(&arguments)
 }
 
 /// The same to its end.
@@ -81,4 +88,17 @@ pub fn answers_of(code: &str, class: &str, texts: &[&str], more: &[&str]) -> (En
 /// The status of each answer.
 pub fn statuses(answers: &[Value]) -> Vec<i64> {
     answers.iter().map(|answer| answer["response"]["status_code"].as_i64().unwrap()).collect()
+}
+
+/// Writes settings with a pool for each of these classes, and returns their file.
+pub fn pools_of(rig: &Rig, classes: &[(&str, &str)]) -> String {
+    let pool = |(name, class): &(&str, &str)| {
+        format!(
+            "[[pool]]\nname = {name:?}\ntask_queue = {name:?}\ndevices = \"cpu\"\nmodel = \"python:{class}\"\n\
+             [pool.python]\npath = [{PACKAGE:?}]\n"
+        )
+    };
+    let file = rig.path("sconce.toml");
+    fs::write(&file, classes.iter().map(pool).collect::<String>()).unwrap();
+    file.to_str().unwrap().to_owned()
 }
