@@ -313,7 +313,9 @@ impl Source {
             for length in 1..=path.len() {
                 let other = path[..length].join("::");
                 let Some(module) = room.get(&other) else { continue };
-                let item = path.get(length).filter(|_| other != *own);
+                // A name before `::` is the module's, also where a function has it too.
+                let is_module = path.len() > length + 1 && room.contains_key(&path[..=length].join("::"));
+                let item = path.get(length).filter(|_| other != *own && !is_module);
                 let import = item.and_then(|item| module.import(item, &is_known));
                 left.extend(import.filter(|import| seen.insert(import.clone())));
                 let is_face =

@@ -81,7 +81,7 @@ impl Forward for Nothing {
 
 #[tokio::test(flavor = "local", start_paused = true)]
 async fn a_group_of_suspects_runs_while_one_task_waits_for_the_turn_of_another() {
-    let starter = oneshot(|_: &LoadSpec, _: &Device| Ok((Nothing, Nothing)));
+    let starter = one_pass(|_: &LoadSpec, _: &Device| Ok((Nothing, Nothing)));
     let rig = Rig::start_model(&starter, "nothing", |assignment| {
         assignment.pool.batch.max_requests = 1;
         assignment.pool.prepared_bytes = 1_000;
