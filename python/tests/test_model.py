@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
+from array import array
+from collections import deque
 from typing import Any, Callable, Optional
 
 import classes
+import numpy as np
 import pytest
 
 import sconce_model
@@ -114,6 +118,9 @@ def options(**types: Any) -> type:
         (lambda: of(forward=no_yield), "Wrong.forward must be `def`, not `async def`"),
         (lambda: of(urls=["/classify"]), "answers /classify, and so needs finish(self, task, outputs): only /v1/embeddings"),
         (lambda: of(Options=options(a=(int, "3"))), "Options.a is '3' by default; its type is int"),
+        (lambda: of(Options=options(a=(float, math.inf))), "Options.a is inf by default"),
+        (lambda: of(Options=options(a=dict[str, int])), "the type of Options.a is dict[str, int]; options have the types"),
+        (lambda: of(__init__=lambda self, name: None), "Wrong.__init__ must need no arguments"),
         (lambda: of(Options=options(a="Nowhere")), "the types of Options cannot be read: name 'Nowhere' is not defined"),
     ],
 )
@@ -155,3 +162,96 @@ def test_options_are_checked_and_completed() -> None:
 def test_an_error_of_a_task_has_a_status_of_the_requester() -> None:
     with pytest.raises(ValueError, match="from 400 to 499, not 500; for a fault, raise another exception"):
         TaskError(500, "no")
+
+
+def answered(forward: Callable[..., Any], count: int = 2, **attributes: Any) -> list[testing.Reply]:
+    return testing.run(of(forward=forward, **attributes), [{"input": "a"}] * count)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({1: [0.0], 2: [1.0]}, "forward returned dict; it must be a list"),
+        ("ab", "forward returned str; it must be a list"),
+        ([{7: 0.5}, {8: 0.5}], "forward returned dict for an input; without `finish` the output of an input is a vector"),
+        ([bytearray(b"a")] * 2, "forward returned bytearray for an input"),
+    ],
+)
+def test_what_is_no_vector_is_an_error_and_no_reply(outputs: Any, message: str) -> None:
+    for reply in answered(lambda self, batch: outputs if len(batch) == 2 else type(outputs)(list(outputs)[:1])):
+        assert reply.status_code == 500, reply
+    with pytest.raises(TypeError, match=message):
+        sconce_model._bodies.rows(sconce_model._class.computed(sconce_model.load(of(forward=lambda self, batch: outputs)), [Input(1), Input(2)]))
+
+
+def test_an_error_in_any_list_refuses_its_input() -> None:
+    replies = answered(lambda self, batch: deque([TaskError(422, "no"), [1.0]][: len(batch)]))
+    assert [reply.status_code for reply in replies] == [400, 200]
+
+
+def test_the_bytes_of_an_array_are_a_body() -> None:
+    pcm: Any = array("h", [258, 772])
+    [reply] = answered(
+        lambda self, batch: batch, 1, finish=lambda self, task, outputs: sconce_model.Body(pcm, "audio/pcm")
+    )
+    assert reply.body and reply.body.data == pcm.tobytes()
+    with pytest.raises(TypeError, match="the content type of a Body is None"):
+        sconce_model.Body(b"", None)  # type: ignore[arg-type]
+
+
+def test_a_body_in_another_encoding_and_half_a_pair_are_refused() -> None:
+    for body in (b'{"input": "a \xed\xa0\xbd b"}', '{"input": "a"}'.encode("utf-16"), b'{"input": "\xff"}'):
+        [reply] = testing.run(classes.lengths, [body])
+        assert reply.status_code == 400, body
+    [reply] = testing.run(classes.lengths, [b'\xef\xbb\xbf{"input": "a"}'])
+    assert reply.status_code == 200
+
+
+def test_a_content_type_may_have_parameters_and_capitals() -> None:
+    body = b'{"input": "four", "encoding_format": "base64"}'
+    for content_type in ("application/json; charset=utf-8", "Application/JSON"):
+        [reply] = testing.run(classes.lengths, [Task(body, "/v1/embeddings", content_type)])
+        assert isinstance(reply.json()["data"][0]["embedding"], str)
+
+
+def test_an_error_says_what_it_was_told_however_it_was_made() -> None:
+    class Own(TaskError):
+        def __init__(self) -> None:
+            Exception.__init__(self, "own words")
+
+    told = [sconce_model._errors.told(error) for error in (Own(), TaskError(422, "x", ("input", 0)))]  # type: ignore[arg-type]
+    assert [(it["status"], it["message"], it["param"]) for it in told] == [(400, "own words", None), (422, "x", "input.0")]
+    noted = ValueError("the reason")
+    noted.__notes__ = ["see the page"]
+    assert sconce_model._errors.last_line(noted) == "ValueError: the reason"
+
+
+def test_an_input_of_an_impossible_size_fails_its_task_alone() -> None:
+    replies = answered(lambda self, batch: [[1.0]] * len(batch), 1, preprocess=lambda self, task: [Input("a", tokens=10**30)])
+    assert replies[0].status_code == 500 and "tokens" in str(replies[0].error)
+
+
+def test_a_probe_that_fails_is_an_error_of_the_test() -> None:
+    with pytest.raises(TaskError, match="the field 'input' is missing"):
+        answered(lambda self, batch: [[1.0]] * len(batch), probe=lambda self: {})
+    with pytest.raises(TypeError, match="tasks is a dict"):
+        testing.run(classes.lengths, {"input": "a"})
+
+
+def test_arrays_are_vectors_of_real_numbers_or_errors() -> None:
+    rows = sconce_model._bodies.rows
+    for good in (np.ones((2, 3)), np.matrix([[1, 1, 1], [1, 1, 1]]), [np.ones(3, "f2"), np.ones(3, "i8")]):
+        lengths, buffers = rows(good)
+        assert lengths in (3, [3, 3]) and b"".join(buffers) == struct.pack("<6f", *[1.0] * 6)
+    for bad in (np.ones((2, 3, 4)), [np.ones((3, 4))], np.ones((2, 3), "c8"), [np.ma.array([1.0], mask=[True])], np.array([["1"]])):
+        with pytest.raises(TypeError, match="forward returned an array"):
+            rows(bad)
+
+
+def test_outputs_that_are_kept_are_not_overwritten_by_the_next_batch() -> None:
+    buffer = np.zeros((1, 1))
+    kept = []
+    for number in range(2):
+        buffer[0, 0] = number
+        kept += list(sconce_model._bodies.own(buffer))
+    assert [float(one[0]) for one in kept] == [0.0, 1.0]

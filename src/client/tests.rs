@@ -186,8 +186,8 @@ async fn parts_are_passed_on_before_their_reply_and_are_no_replies() {
         memory.deliver(properties.map(|properties| Message { properties, body: Bytes::new() }));
         Published::Confirmed
     });
-    let request = || Request::new(String::new(), None, String::new().into());
-    let tasks = stream::iter((0..9).map(|meta| Ok(Task { meta, request: Some(request()) })));
+    let request = || TaskMessage::new(String::new(), None, String::new().into());
+    let tasks = stream::iter((0..9).map(|meta| Ok(ClientTask { meta, message: Some(request()) })));
     let bounds =
         Bounds { max_tasks: 3, timeout: Some(Duration::from_secs(60)), in_order: false, resend: None };
     let mut arrivals = Arrivals::default();

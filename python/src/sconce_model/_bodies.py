@@ -7,7 +7,8 @@ import base64
 import json
 import numbers
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._errors import TaskError
@@ -102,7 +103,7 @@ def f32(value: Any) -> bytes:
     if hasattr(value, "astype"):  # an array
         _check_array(value, 1)
         return bytes(value.astype("<f4").tobytes())
-    if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__len__"):
+    if isinstance(value, (str, bytes, bytearray, Mapping, AbstractSet)) or not hasattr(value, "__len__"):
         raise TypeError(f"forward returned {kind} for an input; {_WANTED}")
     return array("f", value).tobytes()
 
@@ -130,7 +131,7 @@ def own(outputs: Any) -> Any:
     return outputs.copy() if hasattr(outputs, "astype") else outputs
 
 
-def rows(outputs: Sequence[Any]) -> tuple[Any, list[bytes]]:
+def rows(outputs: Any) -> tuple[Any, list[bytes]]:
     """How many numbers each output has, or all have, and the numbers."""
     if is_matrix(outputs) and outputs.ndim == 2:  # at once
         if hasattr(outputs, "detach"):

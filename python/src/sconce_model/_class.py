@@ -10,7 +10,8 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -254,7 +255,7 @@ def _size(value: Any) -> int:
 def computed(model: Model, batch: list[Input]) -> Any:
     """The outputs of a batch, as `forward` returned them: one for each input. Raises whatever `forward` raises."""
     outputs = model.forward(batch)
-    if not hasattr(outputs, "__len__") or isinstance(outputs, (str, bytes, Mapping, Set)):
+    if not hasattr(outputs, "__len__") or isinstance(outputs, (str, bytes, Mapping, AbstractSet)):
         raise TypeError(f"forward returned {type(outputs).__name__}; it must be a list, an array or a tensor")
     if len(outputs) != len(batch):
         raise ValueError(f"forward returned {len(outputs)} outputs for {len(batch)} inputs")

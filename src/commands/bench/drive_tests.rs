@@ -34,7 +34,7 @@ fn client(each: Option<Duration>) -> Client {
 async fn driven(each: Option<Duration>, tasks: usize, pace: Pace) -> (Measured, Option<anyhow::Error>) {
     let trailing = if let Pace::Closed(in_flight) = pace { in_flight - 1 } else { 0 };
     let plan = Plan { warmup: 0, tasks, trailing };
-    let bodies = Bodies::texts(1, 2..=9, 1, embed::FAMILY.sample);
+    let bodies = Bodies::texts(1, 2..=9, 1, Box::new(embed::FAMILY.sample));
     let timeout = Duration::from_secs(1);
     drive(&mut client(each), plan, bodies, pace, timeout, &ProgressBar::hidden()).await.unwrap()
 }
