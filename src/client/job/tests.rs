@@ -95,7 +95,7 @@ impl Rig {
     /// Begins a job, or continues it.
     fn open(&self) -> RefCell<Job> {
         let batch = Batch::Lines { inputs: self.inputs.clone(), output: self.output.clone() };
-        JobFiles::open(&batch, "tasks").unwrap().job(self.options.resend.attempts)
+        open_job(&batch, "tasks", self.options.resend.attempts).unwrap()
     }
 
     /// Runs a job to its end. Once `stopped` is ready, no more rows are published.

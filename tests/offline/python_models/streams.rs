@@ -7,7 +7,7 @@ use std::num::NonZeroU16;
 use std::process::{Command, Stdio};
 
 use sconce::broker::embedded::{EmbeddedBroker, QueueSpec, connect};
-use sconce::broker::{BrokerSession, Event, Published};
+use sconce::broker::{BrokerSession, ConsumerEvent, Published};
 use sconce::config::{self, Assignment};
 use sconce::protocol::control::{self, Cancellation, encode};
 use sconce::protocol::{Message, Properties};
@@ -56,7 +56,7 @@ fn task(name: &str, expiration: Option<&str>) -> Message {
 /// The name of the next task that is answered, and the status.
 async fn answer(session: &mut BrokerSession) -> (String, i64) {
     match session.consumer.next().await {
-        Ok(Event::Delivery(delivery)) => {
+        Ok(ConsumerEvent::Delivery(delivery)) => {
             let Properties { correlation_id, headers, .. } = delivery.message.properties;
             (correlation_id.unwrap(), headers["status_code"].as_i64().unwrap())
         }
