@@ -13,7 +13,7 @@ use crate::config::{
 };
 use crate::engine::{Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal};
 use crate::launcher::{Host, fit, plan};
-use crate::model::family::{Description, Family, Sample};
+use crate::model::family::{Description, Family, MakeSample, Sample};
 use crate::model::load::{ModelFiles, weights_size, widened_types};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
@@ -249,7 +249,7 @@ impl Registry {
 
     /// Returns the function that makes tasks for a pool from texts, for this URL if there is one, else for the first URL of
     /// the pool. If that is not known either, it makes requests of `/v1/embeddings`.
-    pub(super) fn sample(&self, pool: &Pool, url: Option<&str>) -> Box<dyn Fn(&[String]) -> Sample> {
+    pub(super) fn sample(&self, pool: &Pool, url: Option<&str>) -> Box<MakeSample> {
         let class_url = || Some(self.classes.get(&pool.model)?.first()?.url);
         let Some(url) = url.or_else(class_url) else {
             return Box::new(self.family(pool).unwrap_or(&embed::FAMILY).sample);

@@ -74,6 +74,9 @@ pub struct FileRules {
     pub check: fn(&LoadSpec) -> Result<(), LoadError>,
 }
 
+/// Makes a task from texts.
+pub type MakeSample = dyn Fn(&[String]) -> Sample;
+
 /// A task that a tool makes for a family.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {

@@ -9,7 +9,7 @@ use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 
 use crate::commands::requests::Request;
-use crate::model::family::Sample;
+use crate::model::family::{MakeSample, Sample};
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::requests::count_inputs;
 
@@ -38,12 +38,7 @@ pub(in crate::commands) struct Work {
 /// An endless sequence of bodies.
 pub(in crate::commands) enum Bodies {
     /// Tasks made of random texts.
-    Texts {
-        random: Xoshiro256PlusPlus,
-        words: RangeInclusive<usize>,
-        inputs: usize,
-        sample: Box<dyn Fn(&[String]) -> Sample>,
-    },
+    Texts { random: Xoshiro256PlusPlus, words: RangeInclusive<usize>, inputs: usize, sample: Box<MakeSample> },
     /// Bodies of a file, in a new random order in each round.
     File { random: Xoshiro256PlusPlus, works: Vec<Work>, next: usize },
 }
@@ -54,7 +49,7 @@ impl Bodies {
         seed: u64,
         words: RangeInclusive<usize>,
         inputs: usize,
-        sample: Box<dyn Fn(&[String]) -> Sample>,
+        sample: Box<MakeSample>,
     ) -> Self {
         Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs, sample }
     }

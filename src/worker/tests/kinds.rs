@@ -204,7 +204,7 @@ async fn texts_drawn_without_a_seed_are_the_same_after_a_redelivery_to_another_w
         });
         let ask = |n: usize| {
             let body = json!({"prompt": format!("the {n}"), "max_tokens": 10 + n, "temperature": 0.8,
-                              "ignore_eos": true, "stream": n % 4 == 0});
+                              "ignore_eos": true, "stream": n.is_multiple_of(4)});
             with_headers(task(&n.to_string(), "mine", &body), &[("url", "/v1/completions")])
         };
         // Others join and leave, in another order.

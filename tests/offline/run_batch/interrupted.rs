@@ -60,7 +60,7 @@ fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
         for ended_by in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
             kill(Pid::from_raw(guard as i32), ended_by).expect("a guard");
         }
-        let stop = || workers.iter().for_each(|pid| drop(kill(Pid::from_raw(*pid as i32), Signal::SIGSTOP)));
+        let stop = || workers.iter().for_each(|pid| _ = kill(Pid::from_raw(*pid as i32), Signal::SIGSTOP));
         if stopped_first {
             stop();
         }
