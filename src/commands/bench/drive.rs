@@ -136,7 +136,3 @@ impl Sink<TaskData, ClientError> for TallySink<'_> {
         self.tally.duplicates(count as u64);
     }
 }
-
-#[cfg(test)]
-#[path = "drive_tests.rs"]
-mod tests;
