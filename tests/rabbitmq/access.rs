@@ -58,8 +58,7 @@ async fn of_several_addresses_a_dead_one_is_passed_over() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_user_who_may_only_read_and_write_works_where_nothing_is_declared() {
     let rabbit = Rabbit::shared();
-    rabbit.ctl(&["add_user", "modest", "pw"]);
-    rabbit.ctl(&["set_permissions", "-p", "/", "modest", "", ".*", ".*"]);
+    rabbit.add_user("modest", "pw", ["", ".*", ".*"]);
     let settings = Settings::echo(rabbit.url_for("modest:pw", "/")).set("broker.declare", false);
     let client = Client::connect(&rabbit.url()).await;
     for queue in [&settings.tasks, &settings.replies, &settings.dead] {
@@ -77,8 +76,7 @@ async fn a_user_who_may_only_read_and_write_works_where_nothing_is_declared() {
 #[tokio::test(flavor = "multi_thread")]
 async fn declaring_without_permission_ends_with_an_error_that_says_what_to_do() {
     let rabbit = Rabbit::shared();
-    rabbit.ctl(&["add_user", "humble", "s3cret"]);
-    rabbit.ctl(&["set_permissions", "-p", "/", "humble", "", ".*", ".*"]);
+    rabbit.add_user("humble", "s3cret", ["", ".*", ".*"]);
     let mut sconce = Sconce::launch(&Settings::echo(rabbit.url_for("humble:s3cret", "/")));
     assert_eq!(sconce.exit_code().await, 78, "{}", sconce.log());
     assert!(sconce.log().contains("permission"), "{}", sconce.log());

@@ -123,11 +123,7 @@ async fn a_lost_publishing_connection_costs_no_reply() {
     client.publish_all(&settings.tasks, tasks(TASKS, 100)).await;
     let mut answered = Answered::default();
     answered.become_all(&mut replies, 2).await;
-    let ours = format!("/{}/", settings.name);
-    let listed = rabbit.ctl(&["list_connections", "--no-table-headers", "pid", "client_properties"]);
-    let publisher = listed.lines().find(|line| line.contains(&ours) && line.contains("(publisher)"));
-    let pid = publisher.and_then(|line| line.split('\t').next()).expect("a publishing connection");
-    rabbit.ctl(&["close_connection", pid, "cut by a test"]);
+    assert_eq!(rabbit.cut(&format!("/{}/0 (publisher)", settings.name)), 1);
     client.publish_all(&settings.tasks, tasks(2 * TASKS, 0).skip(TASKS)).await;
     answered.become_all(&mut replies, 2 * TASKS).await;
     assert_eq!(sconce.logged("lost the broker"), 0, "consuming goes on: {}", sconce.log());

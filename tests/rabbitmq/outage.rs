@@ -44,7 +44,7 @@ async fn once_a_killed_broker_is_back_queued_tasks_are_answered_not_acked_ones()
         .await;
     // RabbitMQ 3.10 writes the names of its quorum queues to disk within three minutes, and forgets a
     // queue with all it holds when it is killed before. This queue is to be an older one.
-    rabbit.ctl(&["eval", "[dets:sync(Table) || Table <- dets:all()]."]);
+    rabbit.eval("[dets:sync(Table) || Table <- dets:all()].");
     tokio::task::block_in_place(|| {
         rabbit.kill();
         rabbit.start();

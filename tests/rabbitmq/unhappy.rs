@@ -23,14 +23,22 @@ fn quorum() -> (&'static str, AMQPValue) {
     ("x-queue-type", AMQPValue::LongString("quorum".into()))
 }
 
-/// A quorum queue that confirms nothing any more, as one that has lost its majority.
-async fn stuck_queue(rabbit: &Rabbit, client: &Client, name: &str) {
-    client.declare(name, &[quorum()]).await;
-    rabbit.ctl(&["eval", &format!("sys:suspend({{'%2F_{name}', node()}}).")]);
+/// Quorum queues that confirm nothing any more, as those that have lost their majority.
+async fn stuck_queues(rabbit: &Rabbit, client: &Client, names: &[String]) {
+    for name in names {
+        client.declare(name, &[quorum()]).await;
+    }
+    for_each_queue(rabbit, "suspend", names);
 }
 
-fn revive(rabbit: &Rabbit, name: &str) {
-    rabbit.ctl(&["eval", &format!("sys:resume({{'%2F_{name}', node()}}).")]);
+fn revive(rabbit: &Rabbit, names: &[String]) {
+    for_each_queue(rabbit, "resume", names);
+}
+
+/// Calls this function of Erlang's `sys` for the process of each queue.
+fn for_each_queue(rabbit: &Rabbit, function: &str, names: &[String]) {
+    let processes: Vec<_> = names.iter().map(|name| format!("'%2F_{name}'")).collect();
+    rabbit.eval(&format!("[sys:{function}({{Name, node()}}) || Name <- [{}]].", processes.join(", ")));
 }
 
 fn tasks(prefix: &str, count: usize, reply_to: &str) -> Vec<Task> {
@@ -64,7 +72,7 @@ async fn a_reply_queue_that_never_confirms_costs_only_the_tasks_that_name_it() {
         Settings::echo(rabbit.url()).set("pool[0].reply_timeout", "4s").set("pool[0].prefetch", 64);
     let client = Client::connect(&rabbit.url()).await;
     let stuck = format!("{}.stuck", settings.name);
-    stuck_queue(rabbit, &client, &stuck).await;
+    stuck_queues(rabbit, &client, std::slice::from_ref(&stuck)).await;
     let mut sconce = Sconce::launched(&settings).await;
     let mut own = client.private_inbox().await;
     client.publish_all(&settings.tasks, tasks("s", STUCK, &stuck)).await;
@@ -92,7 +100,7 @@ async fn a_reply_queue_that_never_confirms_costs_only_the_tasks_that_name_it() {
         (ready(&settings.dead).await + ready(&settings.tasks).await == 3).then_some(())
     })
     .await;
-    revive(rabbit, &stuck);
+    revive(rabbit, &[stuck]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -107,8 +115,8 @@ async fn as_many_stuck_reply_queues_as_a_worker_may_hold_tasks_stop_nobody() {
     client.publish(&settings.tasks, Task::new(json!({"input": 0}))).await;
     assert_eq!(pools.next().await.status_code(), 200);
     let names: Vec<_> = (0..QUEUES).map(|n| format!("{}.stuck{n}", settings.name)).collect();
+    stuck_queues(rabbit, &client, &names).await;
     for name in &names {
-        stuck_queue(rabbit, &client, name).await;
         client.publish_all(&settings.tasks, tasks(name, 2, name)).await;
     }
     let mut own = client.private_inbox().await;
@@ -120,7 +128,7 @@ async fn as_many_stuck_reply_queues_as_a_worker_may_hold_tasks_stop_nobody() {
     let dead = letters(&client, &settings, 2 * QUEUES - 8).await;
     assert!(dead.iter().all(|(reason, _)| reason == "unconfirmed"), "{dead:?}");
     drop(sconce);
-    names.iter().for_each(|name| revive(rabbit, name));
+    revive(rabbit, &names);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -185,7 +193,7 @@ async fn a_worker_that_is_told_to_stop_hands_back_what_no_queue_takes() {
     let settings = Settings::echo(rabbit.url());
     let client = Client::connect(&rabbit.url()).await;
     let stuck = format!("{}.stuck", settings.name);
-    stuck_queue(rabbit, &client, &stuck).await;
+    stuck_queues(rabbit, &client, std::slice::from_ref(&stuck)).await;
     let mut sconce = Sconce::launched(&settings).await;
     let task = Task::new(json!({"input": 1})).reply_to(&stuck);
     let gate = busy_with(&sconce, &client, &settings, task).await;
@@ -193,7 +201,7 @@ async fn a_worker_that_is_told_to_stop_hands_back_what_no_queue_takes() {
     gate.open();
     assert_eq!(sconce.exit_code().await, 0, "within its grace");
     client.becomes(&settings.tasks, (1, 0)).await;
-    revive(rabbit, &stuck);
+    revive(rabbit, &[stuck]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -277,8 +285,7 @@ async fn a_limit_of_connections_at_the_start_is_waited_for() {
     // The same failure is told once at `info`.
     let settings =
         Settings::echo(rabbit.url_for("many:pw", "/")).environment("SCONCE_LOG", "warn,sconce=debug");
-    rabbit.ctl(&["add_user", "many", "pw"]);
-    rabbit.ctl(&["set_permissions", "-p", "/", "many", ".*", ".*", ".*"]);
+    rabbit.add_user("many", "pw", [".*", ".*", ".*"]);
     rabbit.ctl(&["set_user_limits", "many", r#"{"max-connections": 0}"#]);
     let sconce = Sconce::launch(&settings);
     sconce.wait_for_log_times("limit", 4).await;
@@ -292,8 +299,7 @@ async fn a_limit_of_connections_at_the_start_is_waited_for() {
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_started_while_a_password_is_refused_return_once_it_is_taken() {
     let rabbit = Rabbit::shared();
-    rabbit.ctl(&["add_user", "moody", "right"]);
-    rabbit.ctl(&["set_permissions", "-p", "/", "moody", ".*", ".*", ".*"]);
+    rabbit.add_user("moody", "right", [".*", ".*", ".*"]);
     let settings = Settings::echo(rabbit.url_for("moody:right", "/")).set("launcher.max_quick_failures", 2);
     // The same failure is told once at `info`.
     let settings = settings.environment("SCONCE_LOG", "warn,sconce=debug");
@@ -301,11 +307,11 @@ async fn workers_started_while_a_password_is_refused_return_once_it_is_taken() {
     let client = Client::connect(&rabbit.url()).await;
     // The launcher hears once a second that its worker has the broker.
     until("the launcher is ready", || async { (readiness(&sconce).await.0 == 200).then_some(()) }).await;
-    rabbit.ctl(&["change_password", "moody", "wrong"]);
+    rabbit.change_password("moody", "wrong");
     signal(sconce.workers()[0], Signal::SIGKILL);
     // Longer than a new service would bear it.
     sconce.wait_for_log_times("403", 8).await;
-    rabbit.ctl(&["change_password", "moody", "right"]);
+    rabbit.change_password("moody", "right");
     sconce.consumes(2).await;
     assert_eq!(sconce.logged("slot given up"), 0, "{}", sconce.log());
     client.publish(&settings.tasks, Task::new(json!({"input": 1}))).await;

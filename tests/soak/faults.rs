@@ -35,12 +35,12 @@ pub const PASSWORD: &str = "calm";
 
 /// Stops the queue that is to confirm nothing; a broker that has been restarted has forgotten it.
 pub fn suspend(rabbit: &Rabbit) {
-    rabbit.ctl(&["eval", &format!("sys:suspend({{'%2F_{STUCK}', node()}}).")]);
+    rabbit.eval(&format!("sys:suspend({{'%2F_{STUCK}', node()}})."));
 }
 
 /// Lets it confirm again what it has.
 pub fn revive(rabbit: &Rabbit) {
-    rabbit.ctl(&["eval", &format!("sys:resume({{'%2F_{STUCK}', node()}}).")]);
+    rabbit.eval(&format!("sys:resume({{'%2F_{STUCK}', node()}})."));
 }
 /// After a fault that cuts the broker off, workers may notice as late as this.
 const NOTICED: u64 = 30_000;
@@ -217,9 +217,9 @@ impl Storm {
                 block_in_place(|| self.rabbit.ctl(&["set_vm_memory_high_watermark", "0.4"]));
             }
             Fault::RefuseLogin => {
-                block_in_place(|| self.rabbit.ctl(&["change_password", USER, "another"]));
+                block_in_place(|| self.rabbit.change_password(USER, "another"));
                 self.cut_for(REFUSED).await?;
-                block_in_place(|| self.rabbit.ctl(&["change_password", USER, PASSWORD]));
+                block_in_place(|| self.rabbit.change_password(USER, PASSWORD));
             }
             Fault::RefuseConnections => {
                 let none = "{\"max-connections\": 0}";

@@ -81,8 +81,7 @@ async fn a_storm_of_faults_loses_no_task_and_repeats_only_those_in_flight() {
     let rabbit = block_in_place(|| Rabbit::private_with(limits));
     let proxy = Proxy::before(rabbit.address()).await;
     block_in_place(|| {
-        rabbit.ctl(&["add_user", USER, PASSWORD]);
-        rabbit.ctl(&["set_permissions", "-p", "/", USER, ".*", ".*", ".*"]);
+        rabbit.add_user(USER, PASSWORD, [".*", ".*", ".*"]);
     });
     let client = Client::connect(&rabbit.url()).await;
     unhappy_queues(&client).await;
@@ -95,7 +94,7 @@ async fn a_storm_of_faults_loses_no_task_and_repeats_only_those_in_flight() {
     drop(client);
     // RabbitMQ 3.10 writes the names of its quorum queues to disk within three minutes, and forgets a
     // queue with all it holds when it is killed before. These queues are to be older ones.
-    block_in_place(|| rabbit.ctl(&["eval", "[dets:sync(Table) || Table <- dets:all()]."]));
+    block_in_place(|| rabbit.eval("[dets:sync(Table) || Table <- dets:all()]."));
     let requester = REQUESTER.to_owned();
     let readers =
         [(&settings.replies, List::Replies), (&requester, List::Replies), (&settings.dead, List::Letters)]

@@ -42,10 +42,8 @@ impl Cluster {
 
     /// The number of the node that leads a quorum queue, as another node sees it.
     pub fn leader_of(&self, queue: &str, seen_by: usize) -> usize {
-        let listed = self.nodes[seen_by].ctl(&["list_queues", "--no-table-headers", "name", "leader"]);
-        let row = listed.lines().find_map(|line| line.strip_prefix(&format!("{queue}\t")));
-        let leader = row.unwrap_or_else(|| panic!("no queue {queue}: {listed}")).trim();
-        let is_leader = |node: &Rabbit| node.name() == leader;
+        let leader = self.nodes[seen_by].queue_info(queue, "leader").expect("the queue");
+        let is_leader = |node: &Rabbit| leader.contains(node.name());
         self.nodes.iter().position(is_leader).unwrap_or_else(|| panic!("no node is {leader:?}"))
     }
 
@@ -64,10 +62,9 @@ impl Cluster {
     /// death of a node may leave no majority.
     pub async fn all_members_are_online(&self, seen_by: usize, queues: &[&str]) {
         let online = || {
-            let listed = self.nodes[seen_by].ctl(&["list_queues", "--no-table-headers", "name", "online"]);
             let is_whole = |queue: &&str| {
-                let row = listed.lines().find(|line| line.starts_with(&format!("{queue}\t")));
-                row.is_some_and(|row| self.nodes.iter().all(|node| row.contains(node.name())))
+                let online = self.nodes[seen_by].queue_info(queue, "online").unwrap_or_default();
+                self.nodes.iter().all(|node| online.contains(node.name()))
             };
             queues.iter().all(is_whole)
         };

@@ -104,6 +104,15 @@ impl Engine {
         command.args(["-c", CTL, "rabbitmqctl"]);
         command
     }
+
+    /// `erl_call`, which evaluates in a node what it reads; none where the node is in a container, which may lack it.
+    pub fn erl_call(&self, place: &Place<'_>, node: &str) -> Option<Command> {
+        let Self::Installed = self else { return None };
+        let cookie = std::fs::read_to_string(place.folder.join(".erlang.cookie")).ok()?;
+        let mut command = Command::new("erl_call");
+        command.args(["-sname", node, "-c", cookie.trim(), "-e"]);
+        Some(command)
+    }
 }
 
 /// `docker run …` for a node.

@@ -20,6 +20,9 @@ use super::wait::until;
 /// Long, because several nodes may be starting on a machine that is busy with other things too.
 const BOOT: Duration = Duration::from_secs(240);
 
+/// For which an expression may fail in a node that has just taken its first connection.
+const EVAL: Duration = Duration::from_secs(10);
+
 /// One node.
 pub struct Rabbit {
     keeper: Mutex<Keeper>,
@@ -189,15 +192,70 @@ impl Rabbit {
         if output.status.success() { Ok(out) } else { Err(out + &error) }
     }
 
+    /// Evaluates an Erlang expression in the node, and gives its value as text. This takes milliseconds, where
+    /// `rabbitmqctl` starts a virtual machine of its own, and computes for a second.
+    pub fn eval(&self, expression: &str) -> String {
+        let begun = Instant::now();
+        loop {
+            let (folder, container) = (&self.folder, container(&self.name));
+            let place = Place { folder, container, environment: &self.environment };
+            let spawned = Engine::chosen().erl_call(&place, &self.name).and_then(|mut erl_call| {
+                erl_call.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().ok()
+            });
+            let Some(mut erl_call) = spawned else {
+                return self.ctl(&["eval", expression]).trim().to_owned();
+            };
+            let mut input = erl_call.stdin.take().expect("a pipe");
+            // A node that takes no connection yet is told by the output.
+            let _ = writeln!(input, "{expression}");
+            drop(input);
+            let output = erl_call.wait_with_output().expect("erl_call");
+            let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+            if let Some(value) = said.trim().strip_prefix("{ok,").and_then(|it| it.strip_suffix('}')) {
+                return value.trim().to_owned();
+            }
+            assert!(begun.elapsed() < EVAL, "{expression}: {said}");
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Items of a queue of the virtual host `/`, as a tuple of what `rabbitmqctl list_queues` names so; none when the queue
+    /// does not exist.
+    pub fn queue_info(&self, queue: &str, items: &str) -> Option<String> {
+        let info = self.eval(&format!(
+            "case rabbit_amqqueue:lookup(rabbit_misc:r(<<\"/\">>, queue, <<\"{queue}\">>)) of \
+             {{ok, Q}} -> list_to_tuple([V || {{_, V}} <- rabbit_amqqueue:info(Q, [{items}])]); _ -> none end."
+        ));
+        (info != "none").then_some(info)
+    }
+
+    /// Makes a user of the virtual host `/` that may configure, write and read what these expressions match.
+    pub fn add_user(&self, name: &str, password: &str, permissions: [&str; 3]) {
+        let (name, password) = (binary(name), binary(password));
+        let [configure, write, read] = permissions.map(binary);
+        let done = self.eval(&format!(
+            "ok = rabbit_auth_backend_internal:add_user({name}, {password}, <<\"test\">>), \
+             rabbit_auth_backend_internal:set_permissions({name}, <<\"/\">>, {configure}, {write}, {read}, <<\"test\">>)."
+        ));
+        assert_eq!(done, "ok");
+    }
+
+    /// Changes the password of a user.
+    pub fn change_password(&self, name: &str, password: &str) {
+        let (name, password) = (binary(name), binary(password));
+        self.eval(&format!(
+            "rabbit_auth_backend_internal:change_password({name}, {password}, <<\"test\">>)."
+        ));
+    }
+
     /// What a queue of the virtual host `/` holds; none when it does not exist. Counts of quorum
     /// queues are some seconds old.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
-        let columns = ["name", "messages_ready", "messages_unacknowledged", "consumers"];
-        let listed = self.ctl(&[&["list_queues", "--no-table-headers"], &columns[..]].concat());
-        let row = listed.lines().map(|line| line.split('\t').collect::<Vec<_>>());
-        let row = row.into_iter().find(|row| row.first() == Some(&queue))?;
-        let number = |index: usize| row.get(index).and_then(|it| it.parse().ok()).unwrap_or(0);
-        Some(Stats { ready: number(1), unacked: number(2), consumers: number(3) })
+        let info = self.queue_info(queue, "messages_ready, messages_unacknowledged, consumers")?;
+        let numbers: Vec<u64> =
+            info.trim_matches(['{', '}']).split(',').filter_map(|it| it.trim().parse().ok()).collect();
+        let [ready, unacked, consumers] = numbers[..] else { return None };
+        Some(Stats { ready, unacked, consumers })
     }
 
     /// Waits until [`Rabbit::stats`] are so.
@@ -213,13 +271,13 @@ impl Rabbit {
 
     /// Closes every client connection whose name contains `name`, and says how many there were.
     pub fn cut(&self, name: &str) -> usize {
-        let listed = self.ctl(&["list_connections", "--no-table-headers", "pid", "client_properties"]);
-        let of_name = listed.lines().filter(|line| line.contains(name));
-        let pids: Vec<&str> = of_name.filter_map(|line| line.split('\t').next()).collect();
-        for pid in &pids {
-            self.ctl(&["close_connection", pid, "cut by a test"]);
-        }
-        pids.len()
+        let closed = self.eval(&format!(
+            "length([rabbit_networking:close_connection(Pid, \"cut by a test\") || \
+             [{{pid, Pid}}, {{client_properties, Properties}}] <- \
+             rabbit_networking:connection_info_all([pid, client_properties]), \
+             string:find(io_lib:format(\"~0p\", [Properties]), \"{name}\") =/= nomatch])."
+        ));
+        closed.parse().expect("a number")
     }
 
     /// The node's own log.
@@ -267,6 +325,11 @@ impl Drop for Rabbit {
         keeper.commands = None;
         let _ = keeper.child.wait();
     }
+}
+
+/// A text in Erlang.
+fn binary(text: &str) -> String {
+    format!("<<\"{}\">>", text.replace('\\', "\\\\"))
 }
 
 /// The container of a node: its name without the host.
