@@ -104,8 +104,8 @@ fn start_frame<'a>(
         threads,
         slot,
         slot_index,
-        // The same after each start, and for each version of Rust that has built this program.
-        seed: BuildHasherDefault::<DefaultHasher>::default().hash_one(worker),
+        // The same after each start, and for each version of Rust that has built this program. NumPy takes no more bits.
+        seed: BuildHasherDefault::<DefaultHasher>::default().hash_one(worker) as u32,
         model: &pool.model,
         model_name: model_name(&pool.model),
         served_names: &spec.served_names,

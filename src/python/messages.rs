@@ -46,7 +46,7 @@ pub(super) struct Start<'a> {
     pub(super) threads: usize,
     pub(super) slot: &'a str,
     pub(super) slot_index: u64,
-    pub(super) seed: u64,
+    pub(super) seed: u32,
     pub(super) model: &'a str,
     pub(super) model_name: &'a str,
     pub(super) served_names: &'a [String],

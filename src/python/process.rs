@@ -153,7 +153,12 @@ impl Process {
     fn wait_for_end(&self, mut supervisor: Child, output: &Output) {
         let ended = supervisor.wait();
         let last_line = output.last_line();
-        let told = if last_line.is_empty() { String::new() } else { format!("; its last line: {last_line}") };
+        let mut told =
+            if last_line.is_empty() { String::new() } else { format!("; its last line: {last_line}") };
+        let lacks_package = last_line.ends_with("No module named sconce_model");
+        if lacks_package {
+            told += "; install sconce-client for this interpreter";
+        }
         let (how, code) = match ended.map(|status| (status, status.code())) {
             Ok((_, Some(code))) if code > SIGNALLED => {
                 (ExitStatus::from_raw(code - SIGNALLED).to_string(), None)
@@ -161,7 +166,7 @@ impl Process {
             Ok((status, code)) => (status.to_string(), code),
             Err(error) => (format!("it cannot be waited for: {error}"), None),
         };
-        let is_setup = code == Some(NO_INTERPRETER) || last_line.ends_with("No module named sconce_model");
+        let is_setup = code == Some(NO_INTERPRETER) || lacks_package;
         self.lose(Lost { reason: format!("the Python process has ended ({how}){told}"), is_setup });
     }
 

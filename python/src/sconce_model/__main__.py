@@ -246,7 +246,7 @@ def main() -> None:
     if start["mode"] == "describe":
         os._exit(0)
     with stage(channel, "load"):
-        worker = Worker(**{**{name: start[name] for name in Worker.__dataclass_fields__}, "seed": start["seed"] % 2**32})
+        worker = Worker(**{name: start[name] for name in Worker.__dataclass_fields__})
         device = "cpu" if start["device"] == "cpu" else "cuda:0"
         model = load(kind, device, DTYPES.get(start["dtype"], start["dtype"]), start["options"], worker)
         probe = probe_of(model)

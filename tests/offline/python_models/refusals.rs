@@ -28,7 +28,7 @@ fn a_class_that_cannot_be_served_ends_the_run_with_the_reason() {
 fn an_interpreter_without_the_package_is_refused() {
     let (ended, _) = answers_of(TINY, "Tiny", &["a"], &["--set", "pool[0].python.path=/tmp"]);
     assert_eq!(ended.code, Some(82), "{}", ended.stderr);
-    assert!(ended.stderr.contains("No module named sconce_model"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("No module named sconce_model; install sconce-client"), "{}", ended.stderr);
 }
 
 #[test]
