@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -12,7 +13,7 @@ use crate::support::client::{Client, Task};
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
-use crate::support::wait::until;
+use crate::support::wait::until_within;
 
 const PREFETCH: u32 = 8;
 
@@ -91,10 +92,11 @@ async fn beside_a_slow_worker_a_fast_one_does_all_but_the_slow_ones_prefetch() {
 
 /// The prefetch that the broker knows of the queue's only consumer.
 fn prefetch_at(rabbit: &Rabbit, queue: &str) -> u32 {
-    let listed = rabbit.ctl(&["list_consumers", "--no-table-headers", "queue_name", "prefetch_count"]);
-    let rows: Vec<_> = listed.lines().filter_map(|line| line.split_once('\t')).collect();
-    let mut own = rows.iter().filter(|(name, _)| *name == queue);
-    own.next().map_or(0, |(_, prefetch)| prefetch.trim().parse().expect("a number"))
+    let prefetch = rabbit.eval(&format!(
+        "lists:sum([proplists:get_value(prefetch_count, C) || C <- rabbit_amqqueue:consumers_all(<<\"/\">>), \
+         element(4, proplists:get_value(queue_name, C)) =:= <<\"{queue}\">>])."
+    ));
+    prefetch.parse().expect("a number")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -112,7 +114,8 @@ async fn the_prefetch_follows_what_messages_carry_and_none_of_them_is_lost() {
     // it is.
     for (inputs, wave, wanted) in [(1, 700, 420..641), (80, 700, 6..13)] {
         let body = json!({"input": vec!["x"; inputs]});
-        until(&format!("a prefetch of {wanted:?}"), || {
+        // A wave takes a slow machine longer than most waits in tests.
+        until_within(Duration::from_secs(120), &format!("a prefetch of {wanted:?}"), || {
             let (client, settings, body, first) = (&client, &settings, body.clone(), sent);
             let wanted = wanted.clone();
             sent += wave;
