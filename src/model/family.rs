@@ -357,10 +357,8 @@ impl Family {
     pub fn read_options<T: DeserializeOwned>(&self, spec: &LoadSpec) -> Result<T, LoadError> {
         self.check_options(spec)?;
         let all = with_defaults(self.options, &spec.options);
-        serde_json::from_value(Value::Object(all)).map_err(|error| LoadError::Unsupported {
-            model: spec.source.clone(),
-            reason: format!("[pool.options]: {error}"),
-        })
+        serde_json::from_value(Value::Object(all))
+            .map_err(|error| spec.unsupported(format!("[pool.options]: {error}")))
     }
 
     /// The specification with which the family's example is loaded. `root` is the folder of this repository.

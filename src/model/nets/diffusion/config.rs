@@ -176,7 +176,7 @@ impl DiffusionConfig {
 
 /// The error of a file of the model.
 fn refused(spec: &LoadSpec, file: &str, reason: &str) -> LoadError {
-    LoadError::Unsupported { model: spec.source.clone(), reason: format!("{file}: {reason}") }
+    spec.unsupported(format!("{file}: {reason}"))
 }
 
 /// The fields of a file, in which those of `fixed` must have the given values.

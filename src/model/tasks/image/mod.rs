@@ -116,10 +116,10 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 
 /// Reads `preprocessor_config.json`.
 pub(super) fn read_preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
-    let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
     let path = files.required("preprocessor_config.json")?;
-    let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
-    Preprocessing::read(&text).map_err(|error| refused(error.to_string()))
+    let text = String::from_utf8(load::read(&path)?).map_err(|error| spec.unsupported(error.to_string()))?;
+    Preprocessing::read(&text)
+        .map_err(|problem| spec.unsupported(format!("preprocessor_config.json: {problem}")))
 }
 
 /// Loads a model that classifies images.

@@ -127,7 +127,7 @@ fn pad_id(files: &ModelFiles, spec: &LoadSpec, tokenizer: &TextTokenizer) -> Res
     let token = pad_token.map(TokenField::text).unwrap_or_default();
     tokenizer.id_of_token(&token).ok_or_else(|| {
         let reason = format!("the pad_token {token:?} of tokenizer_config.json is not in tokenizer.json");
-        LoadError::Unsupported { model: spec.source.clone(), reason }
+        spec.unsupported(reason)
     })
 }
 
@@ -143,7 +143,7 @@ fn check_end_token(spec: &LoadSpec, tokenizer: &TextTokenizer) -> Result<(), Loa
          the vector of a text",
         tokenizer.vocabulary() - 1
     );
-    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+    Err(spec.unsupported(reason))
 }
 
 impl MayBeCut for TextOrImage {
