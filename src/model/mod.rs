@@ -694,6 +694,12 @@ pub enum ForwardError {
     Device(String),
 }
 
+impl From<candle_core::Error> for ForwardError {
+    fn from(error: candle_core::Error) -> Self {
+        Self::from(&error)
+    }
+}
+
 impl From<&candle_core::Error> for ForwardError {
     /// Classifies the error by what the worker must do.
     fn from(error: &candle_core::Error) -> Self {

@@ -267,13 +267,12 @@ impl CaptionNetwork {
             waiting.iter().filter_map(|slot| Some(&*self.running.get(slot)?.input.pixels)).collect();
         let encoded = match pixels.as_slice() {
             [] => None,
-            pixels => Some(self.blip.encode(pixels).map_err(|error| ForwardError::from(&error))?),
+            pixels => Some(self.blip.encode(pixels)?),
         };
         let mut images = BTreeMap::new();
         for (index, slot) in waiting.into_iter().enumerate() {
             if let Some(encoded) = &encoded {
-                let image = encoded.narrow(0, index, 1).and_then(|image| image.contiguous());
-                images.insert(slot, image.map_err(|error| ForwardError::from(&error))?);
+                images.insert(slot, encoded.narrow(0, index, 1)?.contiguous()?);
             }
         }
         let advance = |row: &Row| match (images.remove(&row.slot), self.running.get_mut(&row.slot)) {
@@ -303,7 +302,7 @@ impl CaptionNetwork {
         };
         let fed = if prompt.is_empty() { 0 } else { ids.len() };
         let mut decoder = sequence.decoder.clone();
-        let logits = decoder.read(ids, image).map_err(|error| ForwardError::from(&error))?;
+        let logits = decoder.read(ids, image)?;
         if logits.iter().any(|logit| logit.is_nan()) {
             return Ok(Err(TaskError::internal("the model computed a logit that is not a number")));
         }

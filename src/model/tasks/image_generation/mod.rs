@@ -415,7 +415,7 @@ impl ImageGenerator {
                 Some(image) => {
                     let Prompts { wanted, unwanted } = &*image.input.prompts;
                     let ids: Vec<&[u32]> = unwanted.iter().chain([wanted]).map(Vec::as_slice).collect();
-                    Some(self.diffusion.encode(&ids).map_err(|error| ForwardError::from(&error))?)
+                    Some(self.diffusion.encode(&ids)?)
                 }
             });
         }
@@ -430,7 +430,6 @@ impl ImageGenerator {
     /// Computes the step of each row, without changing its image. The outer error concerns the device, an inner one only its
     /// row.
     fn compute(&self, rows: &[Row]) -> Result<Vec<Result<Computed, TaskError>>, ForwardError> {
-        let failed = |error: candle_core::Error| ForwardError::from(&error);
         let images: Vec<Option<(&Image, &Tensor)>> = rows
             .iter()
             .map(|row| self.running.get(&row.slot).and_then(|image| Some((image, image.prompt.as_ref()?))))
@@ -445,7 +444,7 @@ impl ImageGenerator {
             guidance: image.input.guidance,
         });
         let batch: Vec<Noisy<'_>> = noisy.collect();
-        let mut outputs = self.diffusion.denoise(&batch).map_err(failed)?.into_iter();
+        let mut outputs = self.diffusion.denoise(&batch)?.into_iter();
         let mut computed = Vec::with_capacity(rows.len());
         for image in &images {
             computed.push(match image {
@@ -461,8 +460,7 @@ impl ImageGenerator {
                     }
                 }
                 Some((image, _)) => {
-                    let pixels = self.diffusion.decode(&image.latents, image.input.sides);
-                    Ok(Computed::Pixels(pixels.map_err(failed)?))
+                    Ok(Computed::Pixels(self.diffusion.decode(&image.latents, image.input.sides)?))
                 }
             });
         }
