@@ -303,6 +303,26 @@ impl Description {
 }
 
 impl FileRules {
+    /// Rules that name no model yet. A family adds what its models are recognized by.
+    pub const fn new(
+        request_files: fn(&ModelFiles) -> Result<(), LoadError>,
+        check: fn(&LoadSpec) -> Result<(), LoadError>,
+    ) -> Self {
+        Self {
+            configs: &[],
+            ggufs: &[],
+            pipelines: &[],
+            libraries: &[],
+            modules: &[],
+            accepts: |_| true,
+            heads: &[],
+            fewer_routes: None,
+            assumptions: |_| Vec::new(),
+            request_files,
+            check,
+        }
+    }
+
     /// The architectures that are served in a format.
     pub fn architectures(&self, format: Format) -> &'static [&'static str] {
         match format {

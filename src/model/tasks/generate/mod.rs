@@ -67,15 +67,10 @@ pub static FAMILY: Family = Family {
     serves: Serves::Files(FileRules {
         configs: &CONFIG_ARCHITECTURES,
         ggufs: &GGUF_ARCHITECTURES,
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"],
         fewer_routes: Some(routes_of),
         assumptions,
-        request_files,
-        check,
+        ..FileRules::new(request_files, check)
     }),
     options: &options::OPTIONS,
     sample: |texts| {

@@ -81,19 +81,7 @@ pub static FAMILY: Family = Family {
     name: "image-generation",
     routes: &[Route::json(URL)],
     fields: &[(URL, &KEYS)],
-    serves: Serves::Files(FileRules {
-        configs: &[],
-        ggufs: &[],
-        pipelines: &[PIPELINE],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
-        fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
-    }),
+    serves: Serves::Files(FileRules { pipelines: &[PIPELINE], ..FileRules::new(request_files, check) }),
     options: &OPTIONS,
     sample: |texts| {
         let prompt = texts.first().map_or("", String::as_str);

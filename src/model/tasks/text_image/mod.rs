@@ -44,16 +44,8 @@ pub static FAMILY: Family = Family {
     fields: &[(EMBEDDINGS_URL, &embed::KEYS), (CLASSIFY_URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
-        ggufs: &[],
-        pipelines: &[],
         libraries: &["SentenceTransformer"],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
-        fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
+        ..FileRules::new(request_files, check)
     }),
     options: &[MAX_PIXELS, MAX_TASK_PIXELS],
     sample: |texts| Sample::of_texts(EMBEDDINGS_URL, "input", texts),

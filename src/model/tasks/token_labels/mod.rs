@@ -65,24 +65,13 @@ pub static FAMILY: Family = Family {
     fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
-        ggufs: &[],
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
         accepts: |model| {
             let has_head = model.classes().next().is_some_and(|class| class.ends_with(HEAD_SUFFIX));
             // No fixture shows that the heads of T5 are computed as in the reference implementation.
             has_head && model.architecture != "t5"
         },
-        heads: &[],
-        fewer_routes: None,
         assumptions,
-        request_files: request_text_files,
-        check: |spec| {
-            let files = ModelFiles::locate(&spec.source)?;
-            read_labels(&files, spec)?;
-            check_text_files(&FAMILY, &files, spec)
-        },
+        ..FileRules::new(request_text_files, check)
     }),
     options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "input", texts),
@@ -90,6 +79,12 @@ pub static FAMILY: Family = Family {
 };
 
 /// The names of the labels.
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    read_labels(&files, spec)?;
+    check_text_files(&FAMILY, &files, spec)
+}
+
 fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadError> {
     let names = Labels::read(files, &spec.source)?.names;
     if names.is_empty() || names.len() > MAX_LABELS {
