@@ -15,7 +15,7 @@ use self::body::{
     DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, KEYS, Progress, SeededFile, png, write_images,
 };
 use super::names::ServedNames;
-use super::unix_seconds;
+use super::{SEED, unix_seconds};
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use crate::model::load::clip_tokenizer::{self, PaddedTokenizer};
 use crate::model::load::{ModelFiles, PIPELINE_WEIGHTS, weights};
@@ -61,12 +61,7 @@ static OPTIONS: [OptionSpec; 6] = [
         default: OptionDefault::Value("\"unipc\""),
         help: "how each step follows from the network's results. `unipc` needs fewer steps for the same quality",
     },
-    OptionSpec {
-        name: "seed",
-        takes: Takes::Whole(0..=u64::MAX),
-        default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers of tasks that set none",
-    },
+    SEED,
     OptionSpec {
         name: "sequences",
         takes: Takes::Whole(1..=64),
