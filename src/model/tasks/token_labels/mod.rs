@@ -27,6 +27,7 @@ use super::{
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{Reading, TextTokenizer, Window};
+use crate::model::load::vocabulary::TokenField;
 use crate::model::nets::encoder::Output;
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::encoder::text_config::TextConfig;
@@ -78,13 +79,13 @@ pub static FAMILY: Family = Family {
     example: Example { model: "token-bert", options: &[] },
 };
 
-/// The names of the labels.
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     read_labels(&files, spec)?;
     check_text_files(&FAMILY, &files, spec)
 }
 
+/// The names of the labels.
 fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadError> {
     let names = Labels::read(files, &spec.source)?.names;
     if names.is_empty() || names.len() > MAX_LABELS {
@@ -97,23 +98,14 @@ fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadE
 /// The file in which a tokenizer's special tokens are named.
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
-    unk_token: Option<SpecialToken>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum SpecialToken {
-    Text(String),
-    Object { content: String },
+    unk_token: Option<TokenField>,
 }
 
 /// The id of the token for unknown words: the one that the model's files name, else the usual one of BERT or RoBERTa.
 fn unknown_id(files: &ModelFiles, tokenizer: &TextTokenizer) -> Result<Option<u32>, LoadError> {
     let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
     Ok(match config.unk_token {
-        Some(SpecialToken::Text(token) | SpecialToken::Object { content: token }) => {
-            tokenizer.id_of_token(&token)
-        }
+        Some(token) => tokenizer.id_of_token(&token.text()),
         None => ["[UNK]", "<unk>"].iter().find_map(|token| tokenizer.id_of_token(token)),
     })
 }
