@@ -145,10 +145,9 @@ impl Registry {
         chosen(move |spec| {
             let Served { architecture, family, .. } = served(&spec.source, task.as_deref())?;
             let registered = by_files.iter().find(|(known, _)| ptr::eq(*known, family));
-            registered.map(|(_, starter)| starter.clone()).ok_or_else(|| LoadError::Unsupported {
-                model: spec.source.clone(),
-                reason: format!("no code is registered for {architecture}"),
-            })
+            registered
+                .map(|(_, starter)| starter.clone())
+                .ok_or_else(|| spec.unsupported(format!("no code is registered for {architecture}")))
         })
     }
 

@@ -303,6 +303,26 @@ impl Description {
 }
 
 impl FileRules {
+    /// Rules that name no model yet. A family adds what its models are recognized by.
+    pub const fn new(
+        request_files: fn(&ModelFiles) -> Result<(), LoadError>,
+        check: fn(&LoadSpec) -> Result<(), LoadError>,
+    ) -> Self {
+        Self {
+            configs: &[],
+            ggufs: &[],
+            pipelines: &[],
+            libraries: &[],
+            modules: &[],
+            accepts: |_| true,
+            heads: &[],
+            fewer_routes: None,
+            assumptions: |_| Vec::new(),
+            request_files,
+            check,
+        }
+    }
+
     /// The architectures that are served in a format.
     pub fn architectures(&self, format: Format) -> &'static [&'static str] {
         match format {
@@ -357,10 +377,8 @@ impl Family {
     pub fn read_options<T: DeserializeOwned>(&self, spec: &LoadSpec) -> Result<T, LoadError> {
         self.check_options(spec)?;
         let all = with_defaults(self.options, &spec.options);
-        serde_json::from_value(Value::Object(all)).map_err(|error| LoadError::Unsupported {
-            model: spec.source.clone(),
-            reason: format!("[pool.options]: {error}"),
-        })
+        serde_json::from_value(Value::Object(all))
+            .map_err(|error| spec.unsupported(format!("[pool.options]: {error}")))
     }
 
     /// The specification with which the family's example is loaded. `root` is the folder of this repository.

@@ -9,8 +9,9 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
+use serde_json::{Map, Number, Value as Json};
 
-use crate::protocol::{Files, TaskError, TaskErrorKind};
+use crate::protocol::{Files, Headers, TaskError, TaskErrorKind, Value};
 
 /// Number of characters of an invalid value that an error message quotes.
 const EXCERPT_CHARS: usize = 40;
@@ -174,6 +175,20 @@ impl<'a> Fields<'a> {
             Some("false") => Ok(false),
             Some(other) => Err(invalid(key, "true or false", other)),
         }
+    }
+
+    /// The value that is paired with the field's text, which must be one of these names.
+    ///
+    /// # Errors
+    /// `BadInput` if it is anything else.
+    pub fn choice<T: Copy>(&self, key: &str, all: &[(T, &str)]) -> Result<Option<T>, TaskError> {
+        let Some(raw) = self.get(key) else { return Ok(None) };
+        let text = string(raw.get(), key)?;
+        let found = all.iter().find(|(_, name)| *name == text).map(|(value, _)| *value);
+        found.map(Some).ok_or_else(|| {
+            let names: Vec<String> = all.iter().map(|(_, name)| format!("{name:?}")).collect();
+            invalid(key, &format!("one of {}", names.join(", ")), raw.get())
+        })
     }
 
     /// A number within the range.
@@ -482,6 +497,53 @@ pub fn bounded_string(raw: &str, path: &str, max_bytes: usize) -> Result<String,
         return Err(TaskError::bad_input(path, message));
     }
     Ok(text)
+}
+
+/// The headers with these names as a JSON object: the parameters of a message whose body is a file. A text in the header
+/// of a field in `non_texts` is read as JSON, because some clients can send only texts as headers.
+///
+/// # Errors
+/// `BadInput` for a header whose value cannot be JSON.
+pub fn headers_as_json<'a>(
+    headers: &Headers,
+    names: impl IntoIterator<Item = &'a str>,
+    non_texts: &[&str],
+) -> Result<String, TaskError> {
+    let mut fields = Map::new();
+    for name in names {
+        match headers.get(name) {
+            None | Some(Value::Void) => {}
+            Some(value) => {
+                let json = header_as_json(value, non_texts.contains(&name)).ok_or_else(|| {
+                    let expected = "a text, a number, a boolean or a list of texts";
+                    TaskError::bad_input(name, format!("the header {name} must be {expected}"))
+                });
+                fields.insert(name.to_owned(), json?);
+            }
+        }
+    }
+    Ok(Json::Object(fields).to_string())
+}
+
+/// A header's value as JSON. None if it cannot be JSON.
+fn header_as_json(value: &Value, may_hold_json: bool) -> Option<Json> {
+    let number = |number: f64| Number::from_f64(number).map(Json::Number);
+    match value {
+        Value::Bool(value) => Some((*value).into()),
+        Value::F32(value) => number(f64::from(*value)),
+        Value::F64(value) => number(*value),
+        Value::Array(items) => {
+            let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
+            texts.map(Json::from)
+        }
+        _ => match (value.as_i64(), value.as_str()) {
+            (Some(value), _) => Some(value.into()),
+            (None, Some(text)) if may_hold_json => {
+                Some(serde_json::from_str(text).unwrap_or_else(|_| text.into()))
+            }
+            (None, text) => text.map(Json::from),
+        },
+    }
 }
 
 /// The file of the URL in the field at `path`.

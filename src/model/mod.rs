@@ -559,6 +559,11 @@ impl LoadSpec {
         }
     }
 
+    /// The error of a model that its files describe, and that is not supported, for this reason.
+    pub fn unsupported(&self, reason: impl Into<String>) -> LoadError {
+        LoadError::Unsupported { model: self.source.clone(), reason: reason.into() }
+    }
+
     /// Makes the error for a pool's option that the model does not take.
     pub(crate) fn refused_option(&self, problem: OptionProblem) -> LoadError {
         LoadError::Option { model: self.source.clone(), problem: Box::new(problem) }
@@ -687,6 +692,12 @@ pub enum ForwardError {
     /// The device or its context has failed: no later call can succeed.
     #[error("device fault: {0}")]
     Device(String),
+}
+
+impl From<candle_core::Error> for ForwardError {
+    fn from(error: candle_core::Error) -> Self {
+        Self::from(&error)
+    }
 }
 
 impl From<&candle_core::Error> for ForwardError {

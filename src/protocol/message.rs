@@ -150,41 +150,6 @@ pub fn text_header(headers: &Headers, name: &str) -> Result<Option<String>, Task
     }
 }
 
-/// A count in a header, from 1: an integer, or its digits; none if the header is absent.
-///
-/// # Errors
-/// `BadInput` for another value.
-pub fn count_header(headers: &Headers, name: &str) -> Result<Option<usize>, TaskError> {
-    let value = match headers.get(name) {
-        None | Some(Value::Void) => return Ok(None),
-        Some(value) => value,
-    };
-    let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
-    let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
-    let got = || match (value.as_i64(), value.as_str()) {
-        (Some(number), _) => number.to_string(),
-        (_, text) => text.unwrap_or("another value").to_owned(),
-    };
-    let message = || format!("{name} must be a positive integer, got {}", got());
-    number.map(Some).ok_or_else(|| TaskError::bad_input(name, message()))
-}
-
-/// A boolean in a header, or its name as a text; `default` if the header is absent.
-///
-/// # Errors
-/// `BadInput` for another value.
-pub fn boolean_header(headers: &Headers, name: &str, default: bool) -> Result<bool, TaskError> {
-    match headers.get(name) {
-        None | Some(Value::Void) => Ok(default),
-        Some(Value::Bool(value)) => Ok(*value),
-        Some(other) => match other.as_str() {
-            Some("true") => Ok(true),
-            Some("false") => Ok(false),
-            _ => Err(TaskError::bad_input(name, format!("{name} must be a boolean"))),
-        },
-    }
-}
-
 /// The basic properties of a message. A property is `None` if the producer did not set it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]

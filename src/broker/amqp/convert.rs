@@ -2,6 +2,7 @@
 //! trip, except that a short string becomes a long string.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, LongString, ShortString};
@@ -93,6 +94,11 @@ pub(super) fn as_received(text: &str) -> ShortString {
 pub(super) fn short(text: &str) -> ShortString {
     let end = (0..=text.len().min(255)).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
     ShortString::try_new(&text[..end]).unwrap_or_default()
+}
+
+/// A duration as the broker's arguments state it.
+pub(super) fn milliseconds(duration: Duration) -> AMQPValue {
+    AMQPValue::LongLongInt(i64::try_from(duration.as_millis()).unwrap_or(i64::MAX))
 }
 
 /// The original names of headers, by the names that lapin has.

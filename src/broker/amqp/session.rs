@@ -15,7 +15,7 @@ use sconce_broker_stream::RawStrings;
 use tokio::sync::watch;
 
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure};
-use super::convert::{properties_from, short};
+use super::convert::{milliseconds, properties_from, short};
 use super::shared_connection::{SharedConnection, SharedConnector};
 use super::topology::{Topology, declare_reply_queue};
 use crate::broker::{Delivery, DeliveryTag, Source};
@@ -219,8 +219,7 @@ async fn consume(
     // RabbitMQ 4.3 accepts the argument on quorum queues and prefers it to the queue's own; earlier versions ignore
     // it.
     if timeout != DEFAULT_CONSUMER_TIMEOUT {
-        let ms = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
-        arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(ms));
+        arguments.insert("x-consumer-timeout".into(), milliseconds(timeout));
     }
     channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
 }

@@ -9,10 +9,19 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Connection, Error, ErrorKind, ExchangeKind, Queue};
 
 use super::cause::{Cause, names_stream};
-use super::convert::short;
+use super::convert::{milliseconds, short};
 use crate::broker::IS_STREAM;
 use crate::config::{Pool, TaskQueue};
 use crate::protocol::control::QUEUE_MADE;
+
+/// The options of a queue that outlives the broker's restart, as all queues that are declared here do.
+const DURABLE: QueueDeclareOptions = QueueDeclareOptions {
+    durable: true,
+    passive: false,
+    exclusive: false,
+    auto_delete: false,
+    nowait: false,
+};
 
 /// A queue that a pool's tasks are consumed from.
 #[derive(Clone, Debug)]
@@ -187,8 +196,7 @@ fn dead_letter_exchange(first_queue: &str) -> String {
 /// a message here only when the task queue has confirmed it (`at-least-once`).
 fn retry_arguments(task_queue: &str, ceiling: Duration) -> FieldTable {
     let mut arguments = quorum_arguments();
-    let ttl_ms = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
-    arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(ttl_ms));
+    arguments.insert("x-message-ttl".into(), milliseconds(ceiling));
     arguments.insert("x-dead-letter-exchange".into(), text(""));
     arguments.insert("x-dead-letter-routing-key".into(), text(task_queue));
     arguments.insert("x-dead-letter-strategy".into(), text("at-least-once"));
@@ -203,12 +211,7 @@ fn retry_arguments(task_queue: &str, ceiling: Duration) -> FieldTable {
 /// delivery.
 async fn refuse_stream(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
     for arguments in [arguments, quorum_arguments()] {
-        // On a separate channel, because the broker closes the channel when the arguments differ.
-        let channel = connection.create_channel().await?;
-        let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-        let Err(error) = channel.queue_declare(short(queue), durable, arguments).await else {
-            return channel.close(200, "done".into()).await;
-        };
+        let Err(error) = queue_declare(connection, queue, DURABLE, arguments).await else { return Ok(()) };
         match Cause::of(&error) {
             Cause::PreconditionFailed if names_stream(&error) => return Err(stream_refused(queue)),
             Cause::PreconditionFailed => {}
@@ -258,19 +261,15 @@ pub(super) async fn declare_reply_queue(
     // A quorum queue, like a pool's reply queue: while a classic queue's node is down, replies would be unroutable, and
     // their tasks would become dead letters.
     let mut arguments = high_limit_arguments();
-    let keep = i64::try_from(keep.as_millis()).unwrap_or(i64::MAX);
-    arguments.insert("x-expires".into(), AMQPValue::LongLongInt(keep));
+    arguments.insert("x-expires".into(), milliseconds(keep));
     declare_queue(connection, queue, arguments).await
 }
 
 /// Whether an existing queue has the arguments that we give to a dead-letter queue. AMQP has no command to read
 /// a queue's arguments, but declaring it again succeeds only with the same ones.
 pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Result<bool, Error> {
-    // On a separate channel, because the broker closes the channel when the arguments differ.
-    let channel = connection.create_channel().await?;
-    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    match channel.queue_declare(short(queue), durable, high_limit_arguments()).await {
-        Ok(_) => channel.close(200, "done".into()).await.map(|()| true),
+    match queue_declare(connection, queue, DURABLE, high_limit_arguments()).await {
+        Ok(_) => Ok(true),
         // Other arguments, or no permission to declare.
         Err(error) if matches!(Cause::of(&error), Cause::AccessRefused | Cause::PreconditionFailed) => {
             Ok(false)
@@ -325,23 +324,31 @@ async fn exchange_exists(connection: &Connection, exchange: &str) -> Result<bool
     }
 }
 
-/// Inspects a queue with a passive declare. Uses a separate channel, because the broker closes the channel when the
-/// queue is missing.
+/// Inspects a queue with a passive declare.
 pub(super) async fn inspect(connection: &Connection, queue: &str) -> Result<Queue, Error> {
-    let channel = connection.create_channel().await?;
     let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await?;
+    queue_declare(connection, queue, passive, FieldTable::default()).await
+}
+
+/// Sends a declare on a channel of its own, because the broker closes the channel when it refuses: the queue is missing,
+/// or has other arguments.
+async fn queue_declare(
+    connection: &Connection,
+    queue: &str,
+    options: QueueDeclareOptions,
+    arguments: FieldTable,
+) -> Result<Queue, Error> {
+    let channel = connection.create_channel().await?;
+    let declared = channel.queue_declare(short(queue), options, arguments).await?;
     channel.close(200, "done".into()).await?;
     Ok(declared)
 }
 
 async fn declare_queue(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
-    let channel = connection.create_channel().await?;
-    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    match channel.queue_declare(short(queue), durable, arguments).await {
+    match queue_declare(connection, queue, DURABLE, arguments).await {
         Ok(_) => {
             tracing::info!(queue, "{QUEUE_MADE}");
-            channel.close(200, "done".into()).await
+            Ok(())
         }
         // Another process has declared the queue with other arguments since our check. An existing queue is used as it
         // is.

@@ -1,5 +1,7 @@
 //! Finds the first number that is not finite in a tensor's bytes, and words the error. Pure.
 
+use half::{bf16, f16};
+
 /// What is wrong with a tensor that holds this number at this position.
 pub(super) fn problem(tensor: &str, position: usize, number: f32) -> String {
     format!(
@@ -10,29 +12,27 @@ pub(super) fn problem(tensor: &str, position: usize, number: f32) -> String {
 
 /// The first of the little-endian f32 numbers that is not finite, with its position.
 pub(super) fn not_finite_f32(bytes: &[u8]) -> Option<(usize, f32)> {
-    let mut numbers = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).enumerate();
-    numbers.find(|(_, number)| !number.is_finite())
+    not_finite(bytes, f32::from_le_bytes)
 }
 
 /// As [`not_finite_f32`], for f64, whose numbers are read as f32.
 pub(super) fn not_finite_f64(bytes: &[u8]) -> Option<(usize, f32)> {
-    let mut numbers = bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).enumerate();
-    numbers.find(|(_, number)| !number.is_finite())
+    not_finite(bytes, |x| f64::from_le_bytes(x) as f32)
 }
 
 /// As [`not_finite_f32`], for bf16.
 pub(super) fn not_finite_bf16(bytes: &[u8]) -> Option<(usize, f32)> {
-    let numbers = bytes.as_chunks().0.iter().map(|x| f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16));
-    numbers.enumerate().find(|(_, number)| !number.is_finite())
+    not_finite(bytes, |x| bf16::from_le_bytes(x).to_f32())
 }
 
 /// As [`not_finite_f32`], for f16.
 pub(super) fn not_finite_f16(bytes: &[u8]) -> Option<(usize, f32)> {
-    let numbers = bytes.as_chunks().0.iter().map(|x| u16::from_le_bytes(*x));
-    // The exponent is all ones; the mantissa tells infinity from NaN.
-    let (position, bits) = numbers.enumerate().find(|(_, bits)| bits & 0x7c00 == 0x7c00)?;
-    let magnitude = if bits & 0x03ff == 0 { f32::INFINITY } else { f32::NAN };
-    Some((position, magnitude.copysign(if bits & 0x8000 == 0 { 1.0 } else { -1.0 })))
+    not_finite(bytes, |x| f16::from_le_bytes(x).to_f32())
+}
+
+fn not_finite<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Option<(usize, f32)> {
+    let mut numbers = bytes.as_chunks().0.iter().map(|x| number(*x)).enumerate();
+    numbers.find(|(_, number)| !number.is_finite())
 }
 
 #[cfg(test)]

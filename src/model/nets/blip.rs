@@ -69,33 +69,32 @@ impl BlipConfig {
         let SpecialTokens { text_config: TextTokens { bos_token_id: start, sep_token_id: end } } =
             files.required_json("config.json")?;
         let (text, vision) = (&network.text_config, &network.vision_config);
-        let refused = |reason: String| Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         if text.encoder_hidden_size != vision.hidden_size {
-            return refused(format!(
+            return Err(spec.unsupported(format!(
                 "text_config.encoder_hidden_size is {}, and vision_config.hidden_size is {}; they must be equal",
                 text.encoder_hidden_size, vision.hidden_size
-            ));
+            )));
         }
         if !text.is_decoder {
-            return refused("text_config.is_decoder is false; captions need a decoder".to_owned());
+            return Err(spec.unsupported("text_config.is_decoder is false; captions need a decoder"));
         }
         let divides = |hidden: usize, heads: usize| heads > 0 && hidden.is_multiple_of(heads);
         if !divides(text.hidden_size, text.num_attention_heads)
             || !divides(vision.hidden_size, vision.num_attention_heads)
         {
-            return refused("hidden_size cannot be divided among num_attention_heads".to_owned());
+            return Err(spec.unsupported("hidden_size cannot be divided among num_attention_heads"));
         }
         let (image, patch) = (vision.image_size, vision.patch_size);
         let Some(side @ 1..) = image.checked_div(patch).filter(|_| image.is_multiple_of(patch)) else {
-            return refused(format!(
+            return Err(spec.unsupported(format!(
                 "vision_config.image_size {image} is not a multiple of patch_size {patch}"
-            ));
+            )));
         };
         let vocabulary = text.vocab_size;
         if start as usize >= vocabulary || end as usize >= vocabulary {
-            return refused(format!(
+            return Err(spec.unsupported(format!(
                 "bos_token_id {start} and sep_token_id {end} must be below vocab_size, {vocabulary}"
-            ));
+            )));
         }
         Ok(Self {
             sides: Sides { height: image, width: image },
@@ -118,7 +117,7 @@ pub fn check_dtype(spec: &LoadSpec) -> Result<(), LoadError> {
         return Ok(());
     }
     let reason = format!("dtype is {:?}; candle-transformers computes BLIP in f32 only", spec.dtype.name());
-    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+    Err(spec.unsupported(reason))
 }
 
 /// The network on one device.

@@ -62,7 +62,7 @@ pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), Loa
     let reason = format!(
         "dtype is {dtype:?}, which needs widths that are multiples of {group}; the {name} width is {width}"
     );
-    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+    Err(spec.unsupported(reason))
 }
 
 /// The number format of a network whose numbers all have one type.
@@ -72,9 +72,8 @@ pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), Loa
 /// `auto` chose on a CPU that would be slower than f32.
 pub fn uniform_formats(spec: &LoadSpec) -> Result<NumberFormats, LoadError> {
     if spec.is_dtype_auto && spec.device == "cpu" && spec.dtype != Dtype::F32 {
-        let reason =
-            "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there".to_owned();
-        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        let reason = "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there";
+        return Err(spec.unsupported(reason));
     }
     let tensors = match spec.dtype {
         Dtype::F32 => DType::F32,
@@ -82,7 +81,7 @@ pub fn uniform_formats(spec: &LoadSpec) -> Result<NumberFormats, LoadError> {
         Dtype::F16 => DType::F16,
         Dtype::Int8 => {
             let reason = "dtype is \"int8\", which is only for texts, ViT, speech recognition and speech synthesis on a CPU";
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+            return Err(spec.unsupported(reason));
         }
     };
     Ok(NumberFormats { tensors, ..NumberFormats::F32 })

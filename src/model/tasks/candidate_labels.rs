@@ -3,8 +3,6 @@
 
 use std::collections::HashMap;
 
-use serde_json::value::RawValue;
-
 use crate::model::fields::{Fields, bounded_string, each_item, excerpt, list};
 use crate::protocol::{TaskError, TaskErrorKind};
 
@@ -51,31 +49,18 @@ impl CandidateLabels {
         };
         let read = |raw: &str, path: &str| bounded_string(raw, path, MAX_LABEL_BYTES);
         let names = each_item(&list(raw.get(), field, MAX_LABELS)?, field, read)?;
+        check_labels(&names, field)?;
         let template = match fields.get("hypothesis_template") {
             Some(raw) => Some((raw, "hypothesis_template")),
             None => in_parameters("hypothesis_template").map(|raw| (raw, "parameters.hypothesis_template")),
         };
-        let read = |(raw, path): (&RawValue, _)| {
-            bounded_string(raw.get(), path, MAX_TEMPLATE_BYTES).map(|text| (text, path))
-        };
-        Self::new(names, field, template.map(read).transpose()?, default_template).map(Some)
-    }
-
-    /// These labels of the field `field`, and a template with the path of its field.
-    ///
-    /// # Errors
-    /// `BadInput` with the field and the value.
-    pub fn new(
-        names: Vec<String>,
-        field: &'static str,
-        template: Option<(String, &str)>,
-        default_template: &str,
-    ) -> Result<Self, TaskError> {
         let template = match template {
-            Some((template, path)) => checked_template(template, path)?,
+            Some((raw, path)) => {
+                checked_template(bounded_string(raw.get(), path, MAX_TEMPLATE_BYTES)?, path)?
+            }
             None => default_template.to_owned(),
         };
-        Ok(Self { names: checked_labels(names, field)?, field, template })
+        Ok(Some(Self { names, field, template }))
     }
 
     /// The sentences with the labels, one after the other.
@@ -105,35 +90,23 @@ impl CandidateLabels {
     }
 }
 
-/// Returns the labels, or an error if one is empty, too long, or occurs twice.
-fn checked_labels(labels: Vec<String>, path: &str) -> Result<Vec<String>, TaskError> {
-    if labels.is_empty() {
-        return Err(TaskError::bad_input(path, format!("{path} is an empty list")));
-    }
+/// Refuses an empty label, and one that occurs twice.
+fn check_labels(labels: &[String], path: &str) -> Result<(), TaskError> {
     let mut seen = HashMap::new();
     for (index, label) in labels.iter().enumerate() {
         let path = format!("{path}[{index}]");
         if label.trim().is_empty() {
             return Err(TaskError::bad_input(&*path, format!("{path} is empty")));
         }
-        if label.len() > MAX_LABEL_BYTES {
-            let message = format!("{path} has {} bytes; at most {MAX_LABEL_BYTES} are allowed", label.len());
-            return Err(TaskError::bad_input(path, message));
-        }
         if let Some(first) = seen.insert(label, index) {
             let message = format!("{path} is the same as label {first}: {}", excerpt(label));
             return Err(TaskError::bad_input(path, message));
         }
     }
-    Ok(labels)
+    Ok(())
 }
 
 fn checked_template(template: String, path: &str) -> Result<String, TaskError> {
-    if template.len() > MAX_TEMPLATE_BYTES {
-        let message =
-            format!("{path} has {} bytes; at most {MAX_TEMPLATE_BYTES} are allowed", template.len());
-        return Err(TaskError::bad_input(path, message));
-    }
     if template.matches(PLACEHOLDER).count() != 1 {
         let message =
             format!("{path} must contain {PLACEHOLDER} once, for the label, got {}", excerpt(&template));

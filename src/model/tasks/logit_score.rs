@@ -66,11 +66,13 @@ impl PairPrompts {
         files: &ModelFiles,
         tokenizer: &TextTokenizer,
     ) -> Result<(Self, ScoreTokens), LoadError> {
-        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let (prompts, tokens) = Self::of_files(spec, files)?;
         let id_of = |token: &str| {
-            let missing =
-                || refused(format!("its tokenizer has no token {token:?}, whose logit would be the score"));
+            let missing = || {
+                spec.unsupported(format!(
+                    "its tokenizer has no token {token:?}, whose logit would be the score"
+                ))
+            };
             tokenizer.id_of_token(token).ok_or_else(missing)
         };
         let tokens = match tokens {
@@ -79,7 +81,7 @@ impl PairPrompts {
         };
         let vocabulary = tokenizer.vocabulary();
         match std::iter::once(tokens.yes).chain(tokens.no).find(|id| *id >= vocabulary) {
-            Some(id) => Err(refused(format!(
+            Some(id) => Err(spec.unsupported(format!(
                 "the token whose logit is the score has the id {id}, but the network has only {vocabulary} tokens"
             ))),
             None => Ok((prompts, tokens)),
@@ -92,7 +94,6 @@ impl PairPrompts {
     /// # Errors
     /// [`LoadError::Unsupported`] naming the property that is not supported, [`LoadError::File`] for an invalid file.
     pub fn of_files(spec: &LoadSpec, files: &ModelFiles) -> Result<(Self, Option<ScoreTokens>), LoadError> {
-        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
         let kinds: Vec<&str> = modules.iter().map(Module::kind).collect();
         match *kinds {
@@ -106,17 +107,17 @@ impl PairPrompts {
                     files.required_json(&format!("{}/config.json", modules[1].path))?;
                 if let Some(name) = config.module_input_name.filter(|name| name != "causal_logits") {
                     let reason = format!("module_input_name is {name:?}; causal_logits is supported");
-                    return Err(refused(reason));
+                    return Err(spec.unsupported(reason));
                 }
                 let unknown = "modality_config in sentence_bert_config.json has no message, so pairs are not rendered \
                                by a chat template";
                 let prompts = Self::of_chat_model(spec, files)?;
-                let prompts = prompts.ok_or_else(|| refused(unknown.to_owned()))?;
+                let prompts = prompts.ok_or_else(|| spec.unsupported(unknown))?;
                 Ok((prompts, Some(ScoreTokens { yes: config.true_token_id, no: config.false_token_id })))
             }
             _ => {
                 let kinds = kinds.join(", ");
-                Err(refused(format!(
+                Err(spec.unsupported(format!(
                     "{MODULES} has the modules {kinds}; Transformer, {LOGIT_SCORE} are supported"
                 )))
             }
@@ -129,7 +130,6 @@ impl PairPrompts {
     /// # Errors
     /// As [`PairPrompts::read`].
     pub fn of_chat_model(spec: &LoadSpec, files: &ModelFiles) -> Result<Option<Self>, LoadError> {
-        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let mut config = SentenceSettings::template_config(files)?;
         if !config.modality_config.contains_key("message") {
             return Ok(None);
@@ -138,16 +138,17 @@ impl PairPrompts {
         if let Some((name, settings)) = config.processing_kwargs.iter().find(|(_, it)| !it.is_empty()) {
             let keys: Vec<&str> = settings.keys().map(String::as_str).collect();
             let keys = keys.join(", ");
-            return Err(refused(format!("processing_kwargs.{name} has {keys}, which is not supported")));
+            return Err(
+                spec.unsupported(format!("processing_kwargs.{name} has {keys}, which is not supported"))
+            );
         }
         let reserved =
             ["truncation", "max_length", "padding", "restore_suffix", "messages", "documents", "tools"];
         if let Some(name) = variables.keys().find(|name| reserved.contains(&name.as_str())) {
-            return Err(refused(format!(
-                "processing_kwargs.chat_template has {name}, which is not supported"
-            )));
+            return Err(spec
+                .unsupported(format!("processing_kwargs.chat_template has {name}, which is not supported")));
         }
-        let template = pair_template(files, variables)?.map_err(refused)?;
+        let template = pair_template(files, variables)?.map_err(|reason| spec.unsupported(reason))?;
         let prompts = SentenceSettings::prompts(files, &spec.source)?;
         let instruction = prompts.default().to_owned();
         Ok(Some(Self {

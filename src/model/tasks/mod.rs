@@ -62,6 +62,14 @@ const MAX_SEQ_LENGTH: OptionSpec = OptionSpec {
     help: "the most tokens of a text or pair. Longer ones are cut. Other tasks wait while a long text is computed",
 };
 
+/// The option of families whose answers are drawn at random.
+const SEED: OptionSpec = OptionSpec {
+    name: "seed",
+    takes: Takes::Whole(0..=u64::MAX),
+    default: OptionDefault::Value("0"),
+    help: "with a task's id, the seed of the random numbers of tasks that set none",
+};
+
 #[derive(Deserialize)]
 struct LengthOption {
     max_seq_length: Option<usize>,

@@ -136,7 +136,7 @@ pub fn load(spec: &LoadSpec, _: &Device) -> Result<(EchoProcessor, Echo), LoadEr
     let faults = suffix == Some("") || broken.is_some();
     if !faults && spec.source != ECHO {
         let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
-        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        return Err(spec.unsupported(reason));
     }
     let content = broken.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
     if let Some(why) = [Unfit::WrongResult, Unfit::TooSlow].into_iter().find(|it| it.name() == content) {

@@ -138,12 +138,11 @@ enum Fault {
 /// # Errors
 /// [`LoadError::Unsupported`] for another source.
 pub fn load(spec: &LoadSpec, _: &Device) -> Result<(ScriptProcessor, ScriptNetwork), LoadError> {
-    let unsupported = |option: &str| LoadError::Unsupported {
-        model: spec.source.clone(),
-        reason: format!(
+    let unsupported = |option: &str| {
+        spec.unsupported(format!(
             "{option:?} is no option; there are sequences=N, tokens=N, context=N, encode_interval=N, encode_batch=N \
              and faults"
-        ),
+        ))
     };
     let options = match spec.source.strip_prefix(SCRIPT) {
         Some("") => "",

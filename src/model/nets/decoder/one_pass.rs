@@ -48,9 +48,8 @@ impl ProductFormats {
     /// [`LoadError::Unsupported`] for a `dtype` in which the device does not compute.
     pub fn of(spec: &LoadSpec) -> Result<Self, LoadError> {
         if spec.device == "cpu" && spec.dtype == Dtype::F16 {
-            let reason =
-                "dtype is \"f16\"; on a CPU a decoder computes texts in f32, bf16 or int8".to_owned();
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+            let reason = "dtype is \"f16\"; on a CPU a decoder computes texts in f32, bf16 or int8";
+            return Err(spec.unsupported(reason));
         }
         let matrices = number_formats(spec)?.matrices;
         let products = bf16_products(spec.cpu_features);
@@ -131,7 +130,7 @@ impl OnePassDecoder {
                  not supported for texts that are computed in one pass; set max_seq_length in \
                  sentence_bert_config.json to {original}"
             );
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+            return Err(spec.unsupported(reason));
         }
         match device.is_cpu() {
             true => HostTexts::load(spec, files, config, formats, max_tokens).map(Self::Host),

@@ -77,18 +77,15 @@ struct UnetFields {
     cross_attention_dim: usize,
     #[serde(default)]
     center_input_sample: bool,
-    #[serde(default = "yes")]
-    flip_sin_to_cos: bool,
+    flip_sin_to_cos: Option<bool>,
     #[serde(default)]
     freq_shift: f64,
     #[serde(default = "one")]
     downsample_padding: usize,
-    #[serde(default = "one_point")]
-    mid_block_scale_factor: f64,
+    mid_block_scale_factor: Option<f64>,
     #[serde(default = "groups")]
     norm_num_groups: usize,
-    #[serde(default = "eps")]
-    norm_eps: f64,
+    norm_eps: Option<f64>,
     #[serde(default)]
     use_linear_projection: bool,
 }
@@ -102,10 +99,8 @@ struct VaeFields {
     norm_num_groups: usize,
     #[serde(default = "scaling_factor")]
     scaling_factor: f64,
-    #[serde(default = "yes")]
-    use_quant_conv: bool,
-    #[serde(default = "yes")]
-    use_post_quant_conv: bool,
+    use_quant_conv: Option<bool>,
+    use_post_quant_conv: Option<bool>,
 }
 
 /// One number for all blocks, or one for each.
@@ -116,24 +111,12 @@ enum OneOrMany {
     Many(Vec<usize>),
 }
 
-fn yes() -> bool {
-    true
-}
-
 fn one() -> usize {
     1
 }
 
-fn one_point() -> f64 {
-    1.0
-}
-
 fn groups() -> usize {
     32
-}
-
-fn eps() -> f64 {
-    1e-5
 }
 
 fn scaling_factor() -> f64 {
@@ -167,8 +150,8 @@ impl DiffusionConfig {
                 layers_per_block: vae.layers_per_block,
                 latent_channels: vae.latent_channels,
                 norm_num_groups: vae.norm_num_groups,
-                use_quant_conv: vae.use_quant_conv,
-                use_post_quant_conv: vae.use_post_quant_conv,
+                use_quant_conv: vae.use_quant_conv.unwrap_or(true),
+                use_post_quant_conv: vae.use_post_quant_conv.unwrap_or(true),
             },
             text,
             schedule,
@@ -193,7 +176,7 @@ impl DiffusionConfig {
 
 /// The error of a file of the model.
 fn refused(spec: &LoadSpec, file: &str, reason: &str) -> LoadError {
-    LoadError::Unsupported { model: spec.source.clone(), reason: format!("{file}: {reason}") }
+    spec.unsupported(format!("{file}: {reason}"))
 }
 
 /// The fields of a file, in which those of `fixed` must have the given values.
@@ -289,14 +272,14 @@ impl UnetFields {
         }
         Ok(UNet2DConditionModelConfig {
             center_input_sample: self.center_input_sample,
-            flip_sin_to_cos: self.flip_sin_to_cos,
+            flip_sin_to_cos: self.flip_sin_to_cos.unwrap_or(true),
             freq_shift: self.freq_shift,
             blocks: configs,
             layers_per_block: self.layers_per_block,
             downsample_padding: self.downsample_padding,
-            mid_block_scale_factor: self.mid_block_scale_factor,
+            mid_block_scale_factor: self.mid_block_scale_factor.unwrap_or(1.0),
             norm_num_groups: self.norm_num_groups,
-            norm_eps: self.norm_eps,
+            norm_eps: self.norm_eps.unwrap_or(1e-5),
             cross_attention_dim: self.cross_attention_dim,
             sliced_attention_size: None,
             use_linear_projection: self.use_linear_projection,

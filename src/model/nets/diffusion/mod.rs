@@ -231,9 +231,8 @@ pub fn check_dtype(spec: &LoadSpec) -> Result<DType, LoadError> {
     let dtype = super::uniform_formats(spec)?.tensors;
     if dtype == DType::BF16 {
         let reason = "dtype is \"bf16\"; candle-transformers computes the timestep in the type of the latents, and bf16 \
-                      has too few digits for it. Set f32 or f16"
-            .to_owned();
-        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+                      has too few digits for it. Set f32 or f16";
+        return Err(spec.unsupported(reason));
     }
     Ok(dtype)
 }

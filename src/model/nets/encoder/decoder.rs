@@ -37,7 +37,7 @@ pub(super) fn load(
         Output::Labels(_) | Output::LogitScore(_) => pooling_by(Mode::LastToken).into(),
         Output::TokenLabels(_) => {
             let reason = "labels of tokens are not supported for decoders";
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+            return Err(spec.unsupported(reason));
         }
     };
     let padding = match output {

@@ -118,7 +118,7 @@ impl TextNetwork {
             Output::TokenLabels(_) => None,
             Output::LogitScore(_) => {
                 let reason = "an encoder of BERT's family does not predict the token after a text";
-                return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+                return Err(spec.unsupported(reason));
             }
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());

@@ -94,8 +94,7 @@ impl HibariConfig {
     /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not supported.
     pub fn read(files: &ModelFiles, spec: &LoadSpec) -> Result<Self, LoadError> {
         let config: Self = files.required_json("config.json")?;
-        let refused = |reason| LoadError::Unsupported { model: spec.source.clone(), reason };
-        config.check().map_err(refused)?;
+        config.check().map_err(|reason| spec.unsupported(reason))?;
         Ok(config)
     }
 

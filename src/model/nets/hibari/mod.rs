@@ -210,7 +210,7 @@ fn check_type(spec: &LoadSpec, is_supported: bool) -> Loaded<()> {
         "dtype is {:?}; speech is synthesized in f32, and on a CPU also in bf16 and int8",
         spec.dtype.name()
     );
-    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+    Err(spec.unsupported(reason))
 }
 
 /// The duration of a symbol in rows. The network computes ln(1 + duration) at speed 1. The result is rounded half to

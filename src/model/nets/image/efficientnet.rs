@@ -5,11 +5,10 @@
 use candle_core::{Result, Tensor};
 use serde::Deserialize;
 
-use super::{Backbone, NetError, NormedConvolution};
+use super::{Backbone, Loaded, NormedConvolution};
+use crate::model::LoadSpec;
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Clamp, Convolution, Padding, mean_pool};
-
-type Read<T> = std::result::Result<T, NetError>;
 
 /// The sizes of `config.json`; the lists have an entry for each stage.
 #[derive(Deserialize)]
@@ -51,10 +50,10 @@ impl Config {
 
 impl Lite {
     /// The network, and the width of its vectors.
-    pub(super) fn load(weights: &Weights, config: &Config) -> Read<(Self, usize)> {
+    pub(super) fn load(weights: &Weights, config: &Config, spec: &LoadSpec) -> Loaded<(Self, usize)> {
         if !config.has_all_stages() {
             let reason = "config.json has more num_block_repeats than another list has entries".to_owned();
-            return Err(NetError::Refused(reason));
+            return Err(spec.unsupported(reason));
         }
         let normed = |convolution: String, norm: String, shape, stride, clamp| NormedConvolution {
             convolution,

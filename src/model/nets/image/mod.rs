@@ -120,32 +120,30 @@ impl ImageNetwork {
     ) -> Loaded<Self> {
         let paths = files.weights()?;
         let read = |base, marker| Weights::read(&paths, base, marker, device, formats);
-        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let (backbone, weights, [name, bias], width): (Box<dyn Backbone>, _, _, _) = match model_type {
             "efficientnet_lite" => {
                 let weights = read("efficientnet", "_conv_stem.weight")?;
                 let config = files.required_json("config.json")?;
-                let (backbone, width) = efficientnet::Lite::load(&weights, &config)
-                    .map_err(|error| error.into_load_error(refused))?;
+                let (backbone, width) = efficientnet::Lite::load(&weights, &config, spec)?;
                 (Box::new(backbone), weights, ["_fc.weight", "_fc.bias"], width)
             }
             "resnet" => {
                 let weights = read("resnet", "embedder.embedder.convolution.weight")?;
                 let config = files.required_json("config.json")?;
-                let (backbone, width) = resnet::ResNet::load(&weights, &config)
-                    .map_err(|error| error.into_load_error(refused))?;
+                let (backbone, width) = resnet::ResNet::load(&weights, &config, spec)?;
                 (Box::new(backbone), weights, ["classifier.1.weight", "classifier.1.bias"], width)
             }
             VIT => {
                 let weights = read("vit", "embeddings.cls_token")?;
                 let config = files.required_json("config.json")?;
-                let (backbone, width) = vit::Vit::load(&weights, &config, sides)
-                    .map_err(|error| error.into_load_error(refused))?;
+                let (backbone, width) = vit::Vit::load(&weights, &config, sides, spec)?;
                 (Box::new(backbone), weights, ["classifier.weight", "classifier.bias"], width)
             }
             other => {
                 let known = ARCHITECTURES.join(", ");
-                return Err(refused(format!("model_type is {other:?}; images are classified by {known}")));
+                return Err(
+                    spec.unsupported(format!("model_type is {other:?}; images are classified by {known}"))
+                );
             }
         };
         let labels = Linear {
@@ -153,29 +151,6 @@ impl ImageNetwork {
             bias: weights.values(bias, &[labels])?,
         };
         Ok(Self { backbone, labels, device: device.clone(), dtype: formats.tensors, sides })
-    }
-}
-
-/// Why a network cannot be read.
-enum NetError {
-    Load(LoadError),
-    /// A property that is not supported.
-    Refused(String),
-}
-
-impl NetError {
-    /// Makes the [`LoadError`]. `refused` converts the reason of a refusal.
-    fn into_load_error(self, refused: impl FnOnce(String) -> LoadError) -> LoadError {
-        match self {
-            Self::Load(error) => error,
-            Self::Refused(reason) => refused(reason),
-        }
-    }
-}
-
-impl From<LoadError> for NetError {
-    fn from(error: LoadError) -> Self {
-        Self::Load(error)
     }
 }
 

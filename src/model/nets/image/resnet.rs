@@ -5,7 +5,8 @@
 use candle_core::{Result, Tensor};
 use serde::Deserialize;
 
-use super::{Backbone, NetError, NormedConvolution};
+use super::{Backbone, Loaded, NormedConvolution};
+use crate::model::LoadSpec;
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Clamp, Convolution, Padding, max_pool, mean_pool};
 
@@ -41,20 +42,17 @@ struct Block {
 
 impl ResNet {
     /// The network, and the width of its vectors.
-    pub(super) fn load(weights: &Weights, config: &Config) -> std::result::Result<(Self, usize), NetError> {
+    pub(super) fn load(weights: &Weights, config: &Config, spec: &LoadSpec) -> Loaded<(Self, usize)> {
         let is_bottleneck = match config.layer_type.as_str() {
             "bottleneck" => true,
             "basic" => false,
             other => {
                 let reason = format!("layer_type is {other:?}; bottleneck and basic are supported");
-                return Err(NetError::Refused(reason));
+                return Err(spec.unsupported(reason));
             }
         };
         if config.hidden_act != "relu" {
-            return Err(NetError::Refused(format!(
-                "hidden_act is {:?}; relu is supported",
-                config.hidden_act
-            )));
+            return Err(spec.unsupported(format!("hidden_act is {:?}; relu is supported", config.hidden_act)));
         }
         let convolution = |name: String, [out, from, size]: [usize; 3], stride, clamp| {
             let normed = NormedConvolution {

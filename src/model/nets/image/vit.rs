@@ -4,15 +4,14 @@
 use candle_core::{DType, Result, Tensor};
 use serde::Deserialize;
 
-use super::{Backbone, NetError, Sides};
+use super::{Backbone, Loaded, Sides};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::{Block, Blocks, PreNorms};
 use crate::model::ops::{
     Activation, AttentionWeights, Clamp, Convolution, Epilogue, FeedForward, Filters, InputWeights,
     NormParams, Padding, PositionTerms, SelfAttention,
 };
-
-type Read<T> = std::result::Result<T, NetError>;
+use crate::model::{LoadError, LoadSpec};
 
 /// The sizes of `config.json`.
 #[derive(Deserialize)]
@@ -48,29 +47,34 @@ pub(super) struct Vit {
 
 impl Vit {
     /// The network, and the width of its vectors.
-    pub(super) fn load(weights: &Weights, config: &Config, sides: Sides) -> Read<(Self, usize)> {
+    pub(super) fn load(
+        weights: &Weights,
+        config: &Config,
+        sides: Sides,
+        spec: &LoadSpec,
+    ) -> Loaded<(Self, usize)> {
         let Config { hidden_size: hidden, image_size, patch_size: patch, .. } = *config;
         if sides != (Sides { height: image_size, width: image_size }) {
             let Sides { height, width } = sides;
             let reason = format!(
                 "preprocessor_config.json makes images of {width}x{height} pixels, and image_size is {image_size}"
             );
-            return Err(NetError::Refused(reason));
+            return Err(spec.unsupported(reason));
         }
         let heads = config.num_attention_heads;
         if patch == 0 || heads == 0 || hidden % heads != 0 {
             let reason = format!(
                 "hidden_size {hidden} with {heads} heads and patches of {patch} pixels is no valid ViT"
             );
-            return Err(NetError::Refused(reason));
+            return Err(spec.unsupported(reason));
         }
         let activation = match config.hidden_act.as_str() {
             "gelu" => Activation::Gelu,
             "gelu_new" | "gelu_pytorch_tanh" => Activation::GeluTanh,
             other => {
-                return Err(NetError::Refused(format!(
-                    "hidden_act is {other:?}; gelu and gelu_new are supported"
-                )));
+                return Err(
+                    spec.unsupported(format!("hidden_act is {other:?}; gelu and gelu_new are supported"))
+                );
             }
         };
         let name = "embeddings.patch_embeddings.projection";
@@ -89,7 +93,7 @@ impl Vit {
         let positions = weights.get("embeddings.position_embeddings", &[1, count + 1, hidden])?;
         let cls = positions.narrow(1, 0, 1).and_then(|position| cls + position);
         let reader = Reader { weights, config, activation };
-        let blocks = (0..config.num_hidden_layers).map(|index| reader.block(index)).collect::<Read<_>>()?;
+        let blocks = (0..config.num_hidden_layers).map(|index| reader.block(index)).collect::<Loaded<_>>()?;
         let network = Self {
             patches: weights.checked(name, patches)?,
             cls: weights.checked("embeddings.cls_token", cls)?,
@@ -108,7 +112,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn norm(&self, name: &str) -> Read<NormParams> {
+    fn norm(&self, name: &str) -> Loaded<NormParams> {
         let hidden = self.config.hidden_size;
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[hidden]);
         let no_bias = self.weights.checked(name, self.weights.zeros(&[hidden]))?;
@@ -116,7 +120,7 @@ impl Reader<'_> {
         Ok(self.weights.checked(name, norm)?)
     }
 
-    fn block(&self, index: usize) -> Read<Block> {
+    fn block(&self, index: usize) -> Loaded<Block> {
         let Config { hidden_size: hidden, intermediate_size: inner, num_attention_heads: heads, .. } =
             *self.config;
         let named = |name: &str| format!("encoder.layer.{index}.{name}");
@@ -129,15 +133,16 @@ impl Reader<'_> {
                 true => bias(&name, hidden)?,
                 false => self.weights.checked(&name, self.weights.zeros(&[hidden]))?,
             };
-            Ok::<_, NetError>((matrix(&name, hidden, hidden)?, bias))
+            Ok::<_, LoadError>((matrix(&name, hidden, hidden)?, bias))
         };
         let (out, up, down) = ("attention.output.dense", "intermediate.dense", "output.dense");
         let qkv = [part("query")?, part("key")?, part("value")?];
         let (position_terms, format) = (PositionTerms::default(), self.weights.matrix_format());
         let attention_weights =
             AttentionWeights { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, format };
-        let epilogue =
-            |name: &str| Ok::<_, NetError>(self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?))?);
+        let epilogue = |name: &str| {
+            Ok::<_, LoadError>(self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?))?)
+        };
         let attention = SelfAttention::new(attention_weights, epilogue(out)?);
         let input =
             InputWeights { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, format };

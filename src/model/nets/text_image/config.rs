@@ -86,7 +86,6 @@ impl TextImageConfig {
     /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Unsupported`] for a setting that
     /// candle-transformers does not implement.
     pub fn read(files: &ModelFiles, spec: &LoadSpec) -> Result<Self, LoadError> {
-        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let ModelType { model_type } = files.required_json("config.json")?;
         let config = match model_type.as_str() {
             "clip" => Self::of_clip(files.required_json("config.json")?),
@@ -99,7 +98,7 @@ impl TextImageConfig {
                 Err(format!("model_type is {other:?}; vectors of texts and images are computed by {known}"))
             }
         };
-        config.map_err(refused)
+        config.map_err(|reason| spec.unsupported(reason))
     }
 
     fn of_clip(

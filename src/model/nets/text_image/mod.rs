@@ -91,7 +91,7 @@ pub fn check_dtype(spec: &LoadSpec) -> Loaded<NumberFormats> {
     let formats = super::uniform_formats(spec)?;
     if spec.device == "cpu" && formats.tensors == DType::BF16 {
         let reason = "dtype is \"bf16\"; Candle has no matrix product in bf16 on CPUs; use f32 or f16";
-        return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+        return Err(spec.unsupported(reason));
     }
     Ok(formats)
 }

@@ -203,7 +203,7 @@ pub fn check_dtype(spec: &LoadSpec, config: &WhisperConfig) -> Result<NumberForm
     if formats.tensors != DType::F32 {
         let dtype = spec.dtype.name();
         let reason = format!("dtype is {dtype:?}; on a CPU, Whisper is computed in f32, bf16 or int8");
-        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        return Err(spec.unsupported(reason));
     }
     let WhisperConfig { width, encoder, decoder, .. } = config;
     let (of_encoder, of_decoder) = (("encoder's inner", encoder.inner), ("decoder's inner", decoder.inner));

@@ -204,14 +204,13 @@ impl Recording {
         declared.map_or(Ok(()), |frames| length_check.check(frames, "declares"))?;
         let is_stated =
             opened.end == End::Stated || declared.is_some() && matches!(format, Format::Flac | Format::Mp3);
-        let decoder = decoder(&codec).map_err(|error| match error {
-            DecoderError::Codebooks(fault) => {
+        if codec.codec == CODEC_ID_VORBIS {
+            vorbis::check(codec.extra_data.as_deref().unwrap_or(&[])).map_err(|fault| {
                 refused(format!("the {format} file's codebooks (tables in its Vorbis header) are {fault}"))
-            }
-            DecoderError::Codec(error) => reading_error(error),
-        })?;
-        let resample = Resample::new(rate, streams);
-        let resample = resample.map_err(|error| TaskError::internal(format!("resampling fails: {error}")))?;
+            })?;
+        }
+        let decoder = decoder(&codec).map_err(reading_error)?;
+        let resample = Resample::new(rate, streams).map_err(resampling_error)?;
         Ok(Self {
             format,
             reader,
@@ -530,24 +529,15 @@ fn reader(format: Format, stream: MediaSourceStream<'static>) -> Result<Box<dyn 
     })
 }
 
-/// The reason why there is no decoder for a recording.
-enum DecoderError {
-    Codebooks(vorbis::Fault),
-    Codec(Error),
-}
-
-fn decoder(codec: &AudioCodecParameters) -> Result<Box<dyn AudioDecoder>, DecoderError> {
+/// The decoder. The codebooks of a Vorbis file must have been checked.
+fn decoder(codec: &AudioCodecParameters) -> Result<Box<dyn AudioDecoder>, Error> {
     let options = AudioDecoderOptions::default();
-    let decoder: Result<Box<dyn AudioDecoder>, Error> = match codec.codec {
-        CODEC_ID_FLAC => FlacDecoder::try_new(codec, &options).map(|it| Box::new(it) as _),
-        CODEC_ID_MP3 => MpaDecoder::try_new(codec, &options).map(|it| Box::new(it) as _),
-        CODEC_ID_VORBIS => {
-            vorbis::check(codec.extra_data.as_deref().unwrap_or(&[])).map_err(DecoderError::Codebooks)?;
-            VorbisDecoder::try_new(codec, &options).map(|it| Box::new(it) as _)
-        }
-        _ => PcmDecoder::try_new(codec, &options).map(|it| Box::new(it) as _),
-    };
-    decoder.map_err(DecoderError::Codec)
+    Ok(match codec.codec {
+        CODEC_ID_FLAC => Box::new(FlacDecoder::try_new(codec, &options)?),
+        CODEC_ID_MP3 => Box::new(MpaDecoder::try_new(codec, &options)?),
+        CODEC_ID_VORBIS => Box::new(VorbisDecoder::try_new(codec, &options)?),
+        _ => Box::new(PcmDecoder::try_new(codec, &options)?),
+    })
 }
 
 /// The text of a library's error, without its prefix.
@@ -574,6 +564,6 @@ fn unreadable(error: io::Error) -> TaskError {
     TaskError::internal(format!("the recording cannot be read: {error}"))
 }
 
-fn resampling_error(error: rubato::ResampleError) -> TaskError {
+fn resampling_error(error: impl fmt::Display) -> TaskError {
     TaskError::internal(format!("resampling fails: {error}"))
 }

@@ -4,10 +4,9 @@
 use serde::Serialize;
 
 use crate::model::fields::{Fields, Keys, bounded_string, keys};
-use crate::model::tasks::image::request::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
+use crate::model::tasks::image::request::{ImageFile, ImageMessage, RequestedImages, urls_of_images};
 use crate::model::tasks::to_json;
-use crate::protocol::message::{count_header, text_header};
-use crate::protocol::{FileUrl, Files, Headers, Message, TaskError};
+use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 /// Maximum size of a prompt, in bytes.
 const MAX_PROMPT_BYTES: usize = 4_096;
@@ -47,37 +46,10 @@ impl CaptionRequest {
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images, else `BadInput` with the field and
     /// the value.
     pub fn parse(message: &Message, max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        match raw_image(message)? {
-            Some(image) => Self::from_headers(&message.properties.headers, image),
-            None => Self::from_json(&message.body, max_images, files),
-        }
-    }
-
-    /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
-    pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
-        urls_of_images(message, &KEYS, max_images)
-    }
-
-    fn from_headers(headers: &Headers, image: ImageFile) -> Result<Self, TaskError> {
-        let prompt = text_header(headers, "prompt")?.unwrap_or_default();
-        if prompt.len() > MAX_PROMPT_BYTES {
-            let message =
-                format!("prompt has {} bytes; at most {MAX_PROMPT_BYTES} are allowed", prompt.len());
-            return Err(TaskError::bad_input("prompt", message));
-        }
-        Ok(Self {
-            images: vec![image],
-            is_list: false,
-            model: text_header(headers, "model")?,
-            prompt,
-            max_tokens: count_header(headers, "max_new_tokens")?.unwrap_or(DEFAULT_MAX_TOKENS),
-        })
-    }
-
-    fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        let fields = Fields::parse(body, &KEYS)?;
+        let sent = ImageMessage::read(message, &["max_new_tokens", "model", "prompt"])?;
+        let fields = Fields::parse(&sent.fields, &KEYS)?;
         let parameters = fields.object("parameters", &PARAMETERS)?;
-        let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
+        let RequestedImages { images, is_list } = sent.images(&fields, max_images, files)?;
         let in_parameters = parameters.as_ref();
         let prompt = match fields.get("prompt").or_else(|| in_parameters?.get("prompt")) {
             Some(raw) => bounded_string(raw.get(), "prompt", MAX_PROMPT_BYTES)?,
@@ -94,6 +66,11 @@ impl CaptionRequest {
             prompt,
             max_tokens: max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
         })
+    }
+
+    /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
+    pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
+        urls_of_images(message, &KEYS, max_images)
     }
 }
 

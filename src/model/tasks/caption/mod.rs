@@ -47,19 +47,7 @@ pub static FAMILY: Family = Family {
     name: "caption",
     routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
     fields: &[(URL, &KEYS)],
-    serves: Serves::Files(FileRules {
-        configs: &[ARCHITECTURE],
-        ggufs: &[],
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
-        fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
-    }),
+    serves: Serves::Files(FileRules { configs: &[ARCHITECTURE], ..FileRules::new(request_files, check) }),
     options: &[MAX_PIXELS, MAX_TASK_PIXELS, SEQUENCES],
     sample: |texts| sample_of_images(URL, texts),
     example: Example { model: "tiny-blip", options: &[("max_pixels", 1_000_000)] },
@@ -267,13 +255,12 @@ impl CaptionNetwork {
             waiting.iter().filter_map(|slot| Some(&*self.running.get(slot)?.input.pixels)).collect();
         let encoded = match pixels.as_slice() {
             [] => None,
-            pixels => Some(self.blip.encode(pixels).map_err(|error| ForwardError::from(&error))?),
+            pixels => Some(self.blip.encode(pixels)?),
         };
         let mut images = BTreeMap::new();
         for (index, slot) in waiting.into_iter().enumerate() {
             if let Some(encoded) = &encoded {
-                let image = encoded.narrow(0, index, 1).and_then(|image| image.contiguous());
-                images.insert(slot, image.map_err(|error| ForwardError::from(&error))?);
+                images.insert(slot, encoded.narrow(0, index, 1)?.contiguous()?);
             }
         }
         let advance = |row: &Row| match (images.remove(&row.slot), self.running.get_mut(&row.slot)) {
@@ -303,7 +290,7 @@ impl CaptionNetwork {
         };
         let fed = if prompt.is_empty() { 0 } else { ids.len() };
         let mut decoder = sequence.decoder.clone();
-        let logits = decoder.read(ids, image).map_err(|error| ForwardError::from(&error))?;
+        let logits = decoder.read(ids, image)?;
         if logits.iter().any(|logit| logit.is_nan()) {
             return Ok(Err(TaskError::internal("the model computed a logit that is not a number")));
         }

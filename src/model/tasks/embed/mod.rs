@@ -40,16 +40,12 @@ pub static FAMILY: Family = Family {
     fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
-        ggufs: &[],
-        pipelines: &[],
         libraries: &["SentenceTransformer"],
         modules: &[POOLING],
         accepts,
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
-        fewer_routes: None,
         assumptions,
-        request_files: request_text_files,
-        check,
+        ..FileRules::new(request_text_files, check)
     }),
     options: &[
         OptionSpec {

@@ -4,8 +4,7 @@ use serde_json::value::RawValue;
 
 use super::reply::Encoding;
 use crate::model::fields::{Fields, Keys, first_items, invalid, is_number, keys, list, string, token_ids};
-use crate::model::tasks::image::request::{ImageFile, image_in_object, object_url, raw_image};
-use crate::protocol::message::{count_header, text_header};
+use crate::model::tasks::image::request::{ImageFile, ImageMessage, image_in_object, object_url};
 use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 pub const KEYS: Keys = keys! {
@@ -70,28 +69,12 @@ impl EmbeddingRequest {
     /// # Errors
     /// As [`EmbeddingRequest::parse`].
     pub fn parse_with_images(message: &Message, max_inputs: usize, files: &Files) -> Result<Self, TaskError> {
-        let Some(image) = raw_image(message)? else {
+        let sent = ImageMessage::read(message, &["dimensions", "encoding_format", "model"])?;
+        let Some(image) = sent.image else {
             return Self::from_json(&message.body, max_inputs, Some(files));
         };
-        let headers = &message.properties.headers;
-        let encoding = match text_header(headers, "encoding_format")?.as_deref() {
-            None | Some("float") => Encoding::Float,
-            Some("base64") => Encoding::Base64,
-            Some(other) => {
-                let message = format!("encoding_format must be \"float\" or \"base64\", got {other:?}");
-                return Err(TaskError::bad_input("encoding_format", message));
-            }
-        };
-        Ok(Self {
-            inputs: vec![Ok(Input::Image(image))],
-            errors_per_input: false,
-            is_list: false,
-            model: text_header(headers, "model")?,
-            encoding,
-            dimensions: count_header(headers, "dimensions")?,
-            prompt_name: None,
-            truncate: true,
-        })
+        let inputs = Inputs { items: vec![Ok(Input::Image(image))], is_list: false };
+        Self::from_fields(&Fields::parse(&sent.fields, &KEYS)?, inputs)
     }
 
     /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
@@ -109,9 +92,13 @@ impl EmbeddingRequest {
     /// Reads JSON. Without `files`, images are refused.
     fn from_json(body: &[u8], max_inputs: usize, files: Option<&Files>) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
+        let inputs = read_inputs(fields.required("input")?, max_inputs, files)?;
+        Self::from_fields(&fields, inputs)
+    }
+
+    fn from_fields(fields: &Fields<'_>, inputs: Inputs) -> Result<Self, TaskError> {
+        let Inputs { items: inputs, is_list } = inputs;
         let errors_per_input = fields.get("errors").map(wants_errors_per_input).transpose()?.unwrap_or(false);
-        let input = fields.required("input")?;
-        let Inputs { items: inputs, is_list } = read_inputs(input, max_inputs, files)?;
         if !errors_per_input && let Some(error) = inputs.iter().find_map(|input| input.as_ref().err()) {
             return Err(error.clone());
         }

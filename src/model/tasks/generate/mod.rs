@@ -67,15 +67,10 @@ pub static FAMILY: Family = Family {
     serves: Serves::Files(FileRules {
         configs: &CONFIG_ARCHITECTURES,
         ggufs: &GGUF_ARCHITECTURES,
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"],
         fewer_routes: Some(routes_of),
         assumptions,
-        request_files,
-        check,
+        ..FileRules::new(request_files, check)
     }),
     options: &options::OPTIONS,
     sample: |texts| {
@@ -134,7 +129,7 @@ fn read_config(files: &ModelFiles, spec: &LoadSpec) -> Result<DecoderConfig, Loa
     }
     let reason = "by is_causal or use_bidirectional_attention of config.json a token attends to those after it, and a text \
                   is generated token by token; pool.task may be embed";
-    Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() })
+    Err(spec.unsupported(reason))
 }
 
 fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
@@ -160,7 +155,7 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
         None => Ok(formats.matrices),
         Some(refusal) => {
             let reason = format!("dtype is {:?}; {refusal}", spec.dtype.name());
-            Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+            Err(spec.unsupported(reason))
         }
     }
 }

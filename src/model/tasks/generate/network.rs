@@ -324,8 +324,7 @@ impl Generate for TextGenerator {
             }
         }
         let mut buffer = std::mem::take(&mut self.logits);
-        let result = self.decoder.forward(&ids, &spans, &wanted, &mut buffer);
-        result.map_err(|error| ForwardError::from(&error))?;
+        self.decoder.forward(&ids, &spans, &wanted, &mut buffer)?;
         let faults = self.decoder.faults().clone();
         let vocab_size = buffer.len() / wanted.len().max(1);
         let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));

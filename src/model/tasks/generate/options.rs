@@ -12,6 +12,7 @@ use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
 use crate::model::ops::kv::KvNumbers;
 use crate::model::ops::{RowFormat, may_use_int16, may_use_vnni};
+use crate::model::tasks::SEED;
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
 /// The default of `context`, in tokens. If the model's context is shorter, the default is the model's context.
@@ -61,12 +62,7 @@ pub static OPTIONS: [OptionSpec; 8] = [
                against f32: `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI, and \
                on those with AVX2 and without AVX-512. Elsewhere it is `f32`, and `int16` and `int8` are refused",
     },
-    OptionSpec {
-        name: "seed",
-        takes: Takes::Whole(0..=u64::MAX),
-        default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers of tasks that set none",
-    },
+    SEED,
     OptionSpec {
         name: "template_date",
         takes: Takes::Text,

@@ -89,13 +89,10 @@ const STREAM_OPTIONS: Keys = keys! { "include_usage"; "continuous_usage_stats" =
 const RESPONSE_FORMAT: Keys = keys! { "json_schema", "pattern", "regex", "type"; "schema" = "null" };
 const JSON_SCHEMA: Keys = keys! { "schema" };
 
-const TEMPERATURE: NumberRange = NumberRange { low: 0.0, includes_low: true, high: 2.0 };
-const TOP_P: NumberRange = NumberRange { low: 0.0, includes_low: false, high: 1.0 };
-const MIN_P: NumberRange = NumberRange { low: 0.0, includes_low: true, high: 1.0 };
-const PENALTY: NumberRange = NumberRange { low: -2.0, includes_low: true, high: 2.0 };
+const PENALTIES: RangeInclusive<f32> = -2.0..=2.0;
 /// From a tenth to ten times the neutral value, 1. A logit is divided by the penalty: one near 0 would make it
 /// infinite.
-const REPETITION_PENALTY: NumberRange = NumberRange { low: 0.1, includes_low: true, high: 10.0 };
+const REPETITION_PENALTIES: RangeInclusive<f32> = 0.1..=10.0;
 
 /// The endpoint, which decides the fields of the request and the form of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,46 +230,23 @@ impl GenerateRequest {
     }
 }
 
-/// The numbers from `low` to `high`. `high` is included, and `low` if `includes_low`.
-struct NumberRange {
-    low: f32,
-    includes_low: bool,
-    high: f32,
-}
-
-impl NumberRange {
-    fn contains(&self, number: f32) -> bool {
-        (number > self.low || (self.includes_low && number == self.low)) && number <= self.high
-    }
-
-    fn describe(&self) -> String {
-        let Self { low, includes_low, high } = self;
-        if *includes_low {
-            format!("a number from {low} to {high}")
-        } else {
-            format!("a number above {low} and at most {high}")
-        }
-    }
-}
-
 fn sampling(fields: &Fields<'_>) -> Result<Sampling, TaskError> {
+    let number = |key: &str, default, range| fields.number_within(key, range).map(|it| it.unwrap_or(default));
     Ok(Sampling {
-        temperature: number(fields, "temperature", 1.0, &TEMPERATURE)?,
+        temperature: number("temperature", 1.0, 0.0..=2.0)?,
         top_k: fields.get("top_k").map_or(Ok(0), top_k)?,
-        top_p: number(fields, "top_p", 1.0, &TOP_P)?,
-        min_p: number(fields, "min_p", 0.0, &MIN_P)?,
-        frequency_penalty: number(fields, "frequency_penalty", 0.0, &PENALTY)?,
-        presence_penalty: number(fields, "presence_penalty", 0.0, &PENALTY)?,
-        repetition_penalty: number(fields, "repetition_penalty", 1.0, &REPETITION_PENALTY)?,
+        top_p: fields.get("top_p").map_or(Ok(1.0), top_p)?,
+        min_p: number("min_p", 0.0, 0.0..=1.0)?,
+        frequency_penalty: number("frequency_penalty", 0.0, PENALTIES)?,
+        presence_penalty: number("presence_penalty", 0.0, PENALTIES)?,
+        repetition_penalty: number("repetition_penalty", 1.0, REPETITION_PENALTIES)?,
     })
 }
 
-/// Reads a number. The range is checked after rounding to f32, because a tiny number becomes 0 and a huge one infinite.
-fn number(fields: &Fields<'_>, key: &str, default: f32, range: &NumberRange) -> Result<f32, TaskError> {
-    let Some(raw) = fields.get(key) else { return Ok(default) };
-    match serde_json::from_str::<f64>(raw.get()).map(|number| number as f32) {
-        Ok(number) if range.contains(number) => Ok(number),
-        _ => Err(invalid(key, &range.describe(), raw.get())),
+fn top_p(raw: &RawValue) -> Result<f32, TaskError> {
+    match serde_json::from_str::<f32>(raw.get()) {
+        Ok(number) if number > 0.0 && number <= 1.0 => Ok(number),
+        _ => Err(invalid("top_p", "a number above 0 and at most 1", raw.get())),
     }
 }
 

@@ -79,19 +79,7 @@ pub static FAMILY: Family = Family {
     name: "classify",
     routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
     fields: &[(URL, &KEYS)],
-    serves: Serves::Files(FileRules {
-        configs: &ARCHITECTURES,
-        ggufs: &[],
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
-        fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
-    }),
+    serves: Serves::Files(FileRules { configs: &ARCHITECTURES, ..FileRules::new(request_files, check) }),
     options: &[MAX_PIXELS, MAX_TASK_PIXELS],
     sample: |texts| sample_of_images(URL, texts),
     // The limit is low for the fuzz target, whose files may declare any number of pixels.
@@ -116,10 +104,10 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 
 /// Reads `preprocessor_config.json`.
 pub(super) fn read_preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
-    let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
     let path = files.required("preprocessor_config.json")?;
-    let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
-    Preprocessing::read(&text).map_err(|error| refused(error.to_string()))
+    let text = String::from_utf8(load::read(&path)?).map_err(|error| spec.unsupported(error.to_string()))?;
+    Preprocessing::read(&text)
+        .map_err(|problem| spec.unsupported(format!("preprocessor_config.json: {problem}")))
 }
 
 /// Loads a model that classifies images.

@@ -14,11 +14,6 @@ use crate::model::nets::image::Sides;
 #[cfg(feature = "candle-transformers")]
 use crate::model::{LoadError, LoadSpec};
 
-/// The reason why the file cannot be used: usually a key that is missing, wrong or not supported.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("preprocessor_config.json: {0}")]
-pub struct ConfigError(String);
-
 /// How images become a model's input, always of the same size.
 #[derive(Clone, Debug)]
 pub struct Preprocessing {
@@ -122,8 +117,8 @@ impl Preprocessing {
     /// # Errors
     /// The config has an unknown key that may affect the model's input and is neither null nor false, a value is not
     /// supported, or images would differ in size.
-    pub fn read(text: &str) -> Result<Self, ConfigError> {
-        let config: Config = serde_json::from_str(text).map_err(|error| ConfigError(error.to_string()))?;
+    pub fn read(text: &str) -> Result<Self, String> {
+        let config: Config = serde_json::from_str(text).map_err(|error| error.to_string())?;
         let class = class(&config)?;
         let is_off = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
         for (key, value) in &config.others {
@@ -152,7 +147,7 @@ impl Preprocessing {
         };
         let filter = match config.resample {
             Some(number) => Filter::from_pillow(number)
-                .ok_or_else(|| ConfigError(format!("`resample` = {number} is not one of 0 to 5")))?,
+                .ok_or_else(|| format!("`resample` = {number} is not one of 0 to 5"))?,
             None if resize == Resize::Unchanged => Filter::Nearest,
             None => return refused("`resample` is missing"),
         };
@@ -182,7 +177,7 @@ impl Preprocessing {
             "preprocessor_config.json makes images of {}x{} pixels, and vision_config.image_size is {}",
             made.width, made.height, sides.width
         );
-        Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+        Err(spec.unsupported(reason))
     }
 
     /// The model's input `[height, width, 3]` of one image.
@@ -228,21 +223,21 @@ fn middle(length: usize, wanted: usize) -> (std::ops::Range<usize>, usize) {
     }
 }
 
-fn refused<T>(reason: impl Into<String>) -> Result<T, ConfigError> {
-    Err(ConfigError(reason.into()))
+fn refused<T>(reason: impl Into<String>) -> Result<T, String> {
+    Err(reason.into())
 }
 
-fn class(config: &Config) -> Result<Class, ConfigError> {
+fn class(config: &Config) -> Result<Class, String> {
     let name = config.image_processor_type.as_ref().or(config.feature_extractor_type.as_ref());
-    let name = name.ok_or_else(|| ConfigError("`image_processor_type` is missing".into()))?;
-    Class::of(name).ok_or_else(|| ConfigError(format!("`image_processor_type` = {name:?} is not supported")))
+    let name = name.ok_or("`image_processor_type` is missing")?;
+    Class::of(name).ok_or_else(|| format!("`image_processor_type` = {name:?} is not supported"))
 }
 
 /// The height and the width of the crop, if there is one.
 type Crop = Option<(usize, usize)>;
 
 /// How images are resized, and the crop after that.
-fn resize_and_crop(config: &Config, class: Class) -> Result<(Resize, Crop), ConfigError> {
+fn resize_and_crop(config: &Config, class: Class) -> Result<(Resize, Crop), String> {
     let crops = config.do_center_crop.unwrap_or(class.crops());
     let mut crop = match &config.crop_size {
         Some(value) if crops => match size("crop_size", value, true)? {
@@ -255,7 +250,7 @@ fn resize_and_crop(config: &Config, class: Class) -> Result<(Resize, Crop), Conf
     if !config.do_resize.unwrap_or(true) {
         return Ok((Resize::Unchanged, crop));
     }
-    let value = config.size.as_ref().ok_or_else(|| ConfigError("`size` is missing".into()))?;
+    let value = config.size.as_ref().ok_or("`size` is missing")?;
     let mut resize = size("size", value, config.default_to_square.unwrap_or(class.has_square_size()))?;
     if class == Class::ConvNext {
         // If `shortest_edge` is below 384, images are resized to more than that and then cropped. From 384 on they are
@@ -285,7 +280,7 @@ fn resize_and_crop(config: &Config, class: Class) -> Result<(Resize, Crop), Conf
 
 /// Reads a size as transformers writes it: a number, `shortest_edge`, or `height` and `width`. With `is_square`, a
 /// number means both sides; otherwise it means the shorter one.
-fn size(key: &str, value: &Value, is_square: bool) -> Result<Resize, ConfigError> {
+fn size(key: &str, value: &Value, is_square: bool) -> Result<Resize, String> {
     let side = |value: &Value| match value.as_u64() {
         Some(side @ 1..=MAX_SIDE) => Ok(side as usize),
         _ => refused(format!("`{key}` has a side of {value}, not of 1 to {MAX_SIDE}")),
@@ -312,7 +307,7 @@ fn size(key: &str, value: &Value, is_square: bool) -> Result<Resize, ConfigError
 
 /// Computes the model's input value for each sample value. Rounds as transformers does: scales in f64, and does the
 /// rest in f32.
-fn table(config: &Config, class: Class) -> Result<[[f32; 256]; 3], ConfigError> {
+fn table(config: &Config, class: Class) -> Result<[[f32; 256]; 3], String> {
     let normalizes = config.do_normalize.unwrap_or(true);
     let divides_again = class == Class::EfficientNet && config.include_top.unwrap_or(true);
     let mean = if normalizes { colours("image_mean", &config.image_mean)? } else { [0.0; 3] };
@@ -339,8 +334,8 @@ fn table(config: &Config, class: Class) -> Result<[[f32; 256]; 3], ConfigError> 
 }
 
 /// Reads the numbers of `key` for red, green and blue: a list of three, or one number for all.
-fn colours(key: &str, value: &Option<Value>) -> Result<[f32; 3], ConfigError> {
-    let value = value.as_ref().ok_or_else(|| ConfigError(format!("`{key}` is missing")))?;
+fn colours(key: &str, value: &Option<Value>) -> Result<[f32; 3], String> {
+    let value = value.as_ref().ok_or_else(|| format!("`{key}` is missing"))?;
     let numbers = match value {
         Value::Array(numbers) => numbers.iter().map(Value::as_f64).collect(),
         one => Some(vec![one.as_f64().unwrap_or(f64::NAN); 3]),
@@ -380,7 +375,7 @@ mod tests {
         for (key, value) in changes {
             config[*key] = value.clone();
         }
-        Preprocessing::read(&config.to_string()).map_err(|error| error.to_string())
+        Preprocessing::read(&config.to_string())
     }
 
     #[test]
@@ -416,7 +411,7 @@ mod tests {
             ),
         ];
         for (key, value, reason) in cases {
-            assert_eq!(with(&[(key, value)]).err(), Some(format!("preprocessor_config.json: {reason}")));
+            assert_eq!(with(&[(key, value)]).err().as_deref(), Some(reason));
         }
     }
 

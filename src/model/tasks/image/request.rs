@@ -2,11 +2,12 @@
 //! with parameters as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`).
 //! Pure: images are not decoded here.
 
+use std::borrow::Cow;
+
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use crate::model::fields::{Fields, Keys, file, keys, list, string};
-use crate::protocol::message::{boolean_header, count_header, text_header};
+use crate::model::fields::{Fields, Keys, file, headers_as_json, keys, list, string};
 use crate::protocol::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, from_base64};
 
 /// The number of labels for each image, if the request does not say how many.
@@ -54,37 +55,15 @@ impl ImagesRequest {
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images, else `BadInput` with the field
     /// and the value.
     pub fn parse(message: &Message, max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        match raw_image(message)? {
-            Some(image) => Self::from_raw_image(message, image),
-            None => Self::from_json(&message.body, max_images, files),
-        }
-    }
-
-    /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
-    pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
-        urls_of_images(message, &KEYS, max_images)
-    }
-
-    fn from_raw_image(message: &Message, image: ImageFile) -> Result<Self, TaskError> {
-        let headers = &message.properties.headers;
-        if headers.contains_key("labels") {
+        let sent = ImageMessage::read(message, &["model", "raw_scores", "top_k"])?;
+        if sent.image.is_some() && message.properties.headers.contains_key("labels") {
             let message = "labels is not supported here: this model has labels of its own";
             return Err(TaskError::bad_input("labels", message));
         }
-        Ok(Self {
-            images: vec![image],
-            is_list: false,
-            model: text_header(headers, "model")?,
-            top_k: count_header(headers, "top_k")?.unwrap_or(DEFAULT_TOP_K),
-            raw_scores: boolean_header(headers, "raw_scores", false)?,
-        })
-    }
-
-    fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        let fields = Fields::parse(body, &KEYS)?;
+        let fields = Fields::parse(&sent.fields, &KEYS)?;
         let parameters = fields.object("parameters", &PARAMETERS)?;
         let top_k_in_parameters = parameters.map(|it| it.positive("top_k")).transpose()?.flatten();
-        let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
+        let RequestedImages { images, is_list } = sent.images(&fields, max_images, files)?;
         Ok(Self {
             images,
             is_list,
@@ -92,6 +71,11 @@ impl ImagesRequest {
             top_k: fields.positive("top_k")?.or(top_k_in_parameters).unwrap_or(DEFAULT_TOP_K),
             raw_scores: fields.boolean("raw_scores", false)?,
         })
+    }
+
+    /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
+    pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
+        urls_of_images(message, &KEYS, max_images)
     }
 }
 
@@ -103,15 +87,49 @@ pub struct RequestedImages {
     pub is_list: bool,
 }
 
+/// A message with images: JSON, or one image, whose parameters are headers.
+pub struct ImageMessage<'a> {
+    /// The fields of the request, as JSON.
+    pub fields: Cow<'a, [u8]>,
+    /// The image that is the whole body.
+    pub image: Option<ImageFile>,
+}
+
+/// The headers whose values are not texts.
+const NON_TEXTS: [&str; 6] = ["dimensions", "labels", "max_new_tokens", "raw_scores", "top_k", "truncate"];
+
+impl<'a> ImageMessage<'a> {
+    /// Reads a message. `headers` are the parameters of an image that is the whole body.
+    ///
+    /// # Errors
+    /// `BadInput` for an empty body, and for a header whose value cannot be JSON.
+    pub fn read(message: &'a Message, headers: &[&str]) -> Result<Self, TaskError> {
+        let Some(image) = raw_image(message)? else {
+            return Ok(Self { fields: (&*message.body).into(), image: None });
+        };
+        let fields = headers_as_json(&message.properties.headers, headers.iter().copied(), &NON_TEXTS)?;
+        Ok(Self { fields: fields.into_bytes().into(), image: Some(image) })
+    }
+
+    /// The images: the body, or those in `fields`.
+    ///
+    /// # Errors
+    /// As [`ImagesRequest::parse`].
+    pub fn images(
+        &self,
+        fields: &Fields<'_>,
+        max_images: usize,
+        files: &Files,
+    ) -> Result<RequestedImages, TaskError> {
+        match &self.image {
+            Some(image) => Ok(RequestedImages { images: vec![image.clone()], is_list: false }),
+            None => images_in(fields, max_images, files),
+        }
+    }
+}
+
 /// The images in the fields of a JSON request.
-///
-/// # Errors
-/// As [`ImagesRequest::parse`].
-pub fn images_in(
-    fields: &Fields<'_>,
-    max_images: usize,
-    files: &Files,
-) -> Result<RequestedImages, TaskError> {
+fn images_in(fields: &Fields<'_>, max_images: usize, files: &Files) -> Result<RequestedImages, TaskError> {
     let (key, read): (_, ReadImage) = match (fields.get("image_url"), fields.get("inputs")) {
         _ if fields.get(INPUT).is_some() => {
             let message = "this pool classifies images, and input holds texts; send an image as a data URL in \
@@ -164,10 +182,7 @@ fn file_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
 }
 
 /// The image that is the whole body of a message; none if the body is JSON.
-///
-/// # Errors
-/// `BadInput` for an empty body.
-pub fn raw_image(message: &Message) -> Result<Option<ImageFile>, TaskError> {
+fn raw_image(message: &Message) -> Result<Option<ImageFile>, TaskError> {
     if message.media_type().is_none_or(|media_type| media_type == JSON) {
         return Ok(None);
     }

@@ -15,7 +15,7 @@ use self::body::{
     DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, KEYS, Progress, SeededFile, png, write_images,
 };
 use super::names::ServedNames;
-use super::unix_seconds;
+use super::{SEED, unix_seconds};
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use crate::model::load::clip_tokenizer::{self, PaddedTokenizer};
 use crate::model::load::{ModelFiles, PIPELINE_WEIGHTS, weights};
@@ -61,12 +61,7 @@ static OPTIONS: [OptionSpec; 6] = [
         default: OptionDefault::Value("\"unipc\""),
         help: "how each step follows from the network's results. `unipc` needs fewer steps for the same quality",
     },
-    OptionSpec {
-        name: "seed",
-        takes: Takes::Whole(0..=u64::MAX),
-        default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers of tasks that set none",
-    },
+    SEED,
     OptionSpec {
         name: "sequences",
         takes: Takes::Whole(1..=64),
@@ -81,19 +76,7 @@ pub static FAMILY: Family = Family {
     name: "image-generation",
     routes: &[Route::json(URL)],
     fields: &[(URL, &KEYS)],
-    serves: Serves::Files(FileRules {
-        configs: &[],
-        ggufs: &[],
-        pipelines: &[PIPELINE],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
-        fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
-    }),
+    serves: Serves::Files(FileRules { pipelines: &[PIPELINE], ..FileRules::new(request_files, check) }),
     options: &OPTIONS,
     sample: |texts| {
         let prompt = texts.first().map_or("", String::as_str);
@@ -415,7 +398,7 @@ impl ImageGenerator {
                 Some(image) => {
                     let Prompts { wanted, unwanted } = &*image.input.prompts;
                     let ids: Vec<&[u32]> = unwanted.iter().chain([wanted]).map(Vec::as_slice).collect();
-                    Some(self.diffusion.encode(&ids).map_err(|error| ForwardError::from(&error))?)
+                    Some(self.diffusion.encode(&ids)?)
                 }
             });
         }
@@ -430,7 +413,6 @@ impl ImageGenerator {
     /// Computes the step of each row, without changing its image. The outer error concerns the device, an inner one only its
     /// row.
     fn compute(&self, rows: &[Row]) -> Result<Vec<Result<Computed, TaskError>>, ForwardError> {
-        let failed = |error: candle_core::Error| ForwardError::from(&error);
         let images: Vec<Option<(&Image, &Tensor)>> = rows
             .iter()
             .map(|row| self.running.get(&row.slot).and_then(|image| Some((image, image.prompt.as_ref()?))))
@@ -445,7 +427,7 @@ impl ImageGenerator {
             guidance: image.input.guidance,
         });
         let batch: Vec<Noisy<'_>> = noisy.collect();
-        let mut outputs = self.diffusion.denoise(&batch).map_err(failed)?.into_iter();
+        let mut outputs = self.diffusion.denoise(&batch)?.into_iter();
         let mut computed = Vec::with_capacity(rows.len());
         for image in &images {
             computed.push(match image {
@@ -461,8 +443,7 @@ impl ImageGenerator {
                     }
                 }
                 Some((image, _)) => {
-                    let pixels = self.diffusion.decode(&image.latents, image.input.sides);
-                    Ok(Computed::Pixels(pixels.map_err(failed)?))
+                    Ok(Computed::Pixels(self.diffusion.decode(&image.latents, image.input.sides)?))
                 }
             });
         }

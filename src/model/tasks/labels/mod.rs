@@ -127,25 +127,21 @@ pub static FAMILY: Family = Family {
     fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
-        ggufs: &[],
-        pipelines: &[],
         libraries: &["CrossEncoder"],
-        modules: &[],
         accepts: |model| label_count(model).is_some(),
-        heads: &[],
-        fewer_routes: None,
         assumptions,
-        request_files: request_text_files,
-        check: |spec| {
-            let files = ModelFiles::locate(&spec.source)?;
-            Entailment::read(&files, &Labels::read(&files, &spec.source)?.names)?;
-            check_text_files(&FAMILY, &files, spec)
-        },
+        ..FileRules::new(request_text_files, check)
     }),
     options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "score-roberta", options: &[] },
 };
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    Entailment::read(&files, &Labels::read(&files, &spec.source)?.names)?;
+    check_text_files(&FAMILY, &files, spec)
+}
 
 /// Labels are numbered if the model does not name them.
 pub(super) fn assumptions(model: &Description) -> Vec<String> {

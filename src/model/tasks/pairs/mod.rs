@@ -36,16 +36,12 @@ pub static FAMILY: Family = Family {
     fields: &[(RERANK_URL, &RERANK), (SCORE_URL, &SCORE)],
     serves: Serves::Files(FileRules {
         configs: &NAMES,
-        ggufs: &[],
-        pipelines: &[],
         libraries: &["CrossEncoder"],
         modules: &[LOGIT_SCORE],
         accepts: |model| label_count(model) == Some(1) || is_logit_score(model),
         heads: &["ForSequenceClassification"],
-        fewer_routes: None,
         assumptions,
-        request_files,
-        check,
+        ..FileRules::new(request_files, check)
     }),
     options: &[MAX_SEQ_LENGTH],
     sample: |texts| {

@@ -44,25 +44,23 @@ pub static FAMILY: Family = Family {
     fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
-        ggufs: &[],
-        pipelines: &[],
         libraries: &["SparseEncoder"],
         modules: &[SPLADE],
         accepts: |model| model.classes().next().is_some_and(|class| class.ends_with(HEAD_SUFFIX)),
         heads: &[HEAD_SUFFIX],
-        fewer_routes: None,
         assumptions,
-        request_files: request_text_files,
-        check: |spec| {
-            let files = ModelFiles::locate(&spec.source)?;
-            Settings::read(&files, &NetworkConfig::read(&files, &spec.source)?, &spec.source)?;
-            check_text_files(&FAMILY, &files, spec)
-        },
+        ..FileRules::new(request_text_files, check)
     }),
     options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "inputs", texts),
     example: Example { model: "sparse-bert", options: &[] },
 };
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    Settings::read(&files, &NetworkConfig::read(&files, &spec.source)?, &spec.source)?;
+    check_text_files(&FAMILY, &files, spec)
+}
 
 /// The pooling is assumed if `modules.json` does not have SpladePooling.
 fn assumptions(model: &Description) -> Vec<String> {

@@ -7,7 +7,7 @@ use flacenc::error::Verify as _;
 use flacenc::source::MemSource;
 use serde::Serialize;
 
-use crate::model::fields::{Fields, Keys, invalid, keys, string, texts};
+use crate::model::fields::{Fields, Keys, keys, string, texts};
 use crate::model::tasks::to_json;
 use crate::protocol::{Body, TaskError, TaskErrorKind};
 
@@ -120,16 +120,13 @@ impl SpeechRequest {
 
 fn format(fields: &Fields<'_>) -> Result<SoundFormat, TaskError> {
     const KEY: &str = "response_format";
-    let Some(raw) = fields.get(KEY) else { return Ok(SoundFormat::Wav) };
-    let name = string(raw.get(), KEY)?;
-    if let Some((format, _)) = SoundFormat::ALL.into_iter().find(|(_, known)| *known == name) {
-        return Ok(format);
-    }
-    if SoundFormat::OTHERS.contains(&name.as_str()) {
+    if let Some(name) = fields.get(KEY).and_then(|raw| string(raw.get(), KEY).ok())
+        && SoundFormat::OTHERS.contains(&name.as_str())
+    {
         let message = format!("{KEY} is {name:?}, which is not supported; send \"wav\", \"pcm\" or \"flac\"");
         return Err(TaskError::bad_input(KEY, message));
     }
-    Err(invalid(KEY, "one of \"wav\", \"pcm\", \"flac\"", raw.get()))
+    Ok(fields.choice(KEY, &SoundFormat::ALL)?.unwrap_or(SoundFormat::Wav))
 }
 
 /// Reads a request for the list of voices: an empty body, or an object. Returns the model asked for, if any.

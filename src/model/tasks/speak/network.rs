@@ -186,7 +186,7 @@ impl Forward for Speaker {
                 continue;
             }
             let sentences: Vec<&Sentence> = indices.iter().map(|index| batch[*index]).collect();
-            let spoken = self.speak(voice, &sentences).map_err(|error| ForwardError::from(&error))?;
+            let spoken = self.speak(voice, &sentences)?;
             indices.into_iter().zip(spoken).for_each(|(index, sound)| sounds[index] = Some(sound));
         }
         // From here on only single sentences fail. If the batch failed, it would be repeated, and they would be counted

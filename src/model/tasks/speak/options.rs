@@ -4,6 +4,7 @@ use serde::Deserialize;
 
 use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
+use crate::model::tasks::SEED;
 use crate::model::{LoadError, LoadSpec};
 
 /// The largest `max_seconds`: a WAV file of 345 MB. RabbitMQ 4 accepts messages up to 16 MiB by default.
@@ -18,27 +19,16 @@ pub static OPTIONS: [OptionSpec; 2] = [
         help: "the most seconds of sound that a task may ask for, estimated from its phonemes and its speed. A longer \
                task gets 413. A second takes 48 kB as WAV, and RabbitMQ 4 refuses messages over 16 MiB by default",
     },
-    OptionSpec {
-        name: "seed",
-        takes: Takes::Whole(0..=u64::MAX),
-        default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers of tasks that set none",
-    },
+    SEED,
 ];
 
 /// The values of the options of one pool.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub struct Options {
     /// Maximum duration of a task's sound, in seconds.
     pub max_seconds: f32,
     /// Together with a task's id, the seed of its noise.
     pub seed: u64,
-}
-
-#[derive(Deserialize)]
-struct WrittenOptions {
-    max_seconds: u16,
-    seed: u64,
 }
 
 impl Options {
@@ -47,7 +37,6 @@ impl Options {
     /// # Errors
     /// [`LoadError::Option`] for an option that is not known or out of its bounds.
     pub fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
-        let WrittenOptions { max_seconds, seed } = FAMILY.read_options(spec)?;
-        Ok(Self { max_seconds: max_seconds.into(), seed })
+        FAMILY.read_options(spec)
     }
 }

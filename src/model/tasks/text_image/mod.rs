@@ -44,16 +44,8 @@ pub static FAMILY: Family = Family {
     fields: &[(EMBEDDINGS_URL, &embed::KEYS), (CLASSIFY_URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
-        ggufs: &[],
-        pipelines: &[],
         libraries: &["SentenceTransformer"],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
-        fewer_routes: None,
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
+        ..FileRules::new(request_files, check)
     }),
     options: &[MAX_PIXELS, MAX_TASK_PIXELS],
     sample: |texts| Sample::of_texts(EMBEDDINGS_URL, "input", texts),
@@ -127,7 +119,7 @@ fn pad_id(files: &ModelFiles, spec: &LoadSpec, tokenizer: &TextTokenizer) -> Res
     let token = pad_token.map(TokenField::text).unwrap_or_default();
     tokenizer.id_of_token(&token).ok_or_else(|| {
         let reason = format!("the pad_token {token:?} of tokenizer_config.json is not in tokenizer.json");
-        LoadError::Unsupported { model: spec.source.clone(), reason }
+        spec.unsupported(reason)
     })
 }
 
@@ -143,7 +135,7 @@ fn check_end_token(spec: &LoadSpec, tokenizer: &TextTokenizer) -> Result<(), Loa
          the vector of a text",
         tokenizer.vocabulary() - 1
     );
-    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+    Err(spec.unsupported(reason))
 }
 
 impl MayBeCut for TextOrImage {

@@ -1,13 +1,10 @@
 //! Reads requests for zero-shot classification of images, whose labels are in the request. They have the same
 //! URL and the same ways to give images as `image::request`. Pure: images are not decoded here.
 
-use serde_json::value::RawValue;
-
-use crate::model::fields::{Fields, Keys, each_item, keys, list, string};
-use crate::model::tasks::candidate_labels::{CandidateLabels, MAX_LABELS};
-use crate::model::tasks::image::request::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
-use crate::protocol::message::{boolean_header, count_header, text_header};
-use crate::protocol::{FileUrl, Files, Headers, Message, TaskError, TaskErrorKind, Value};
+use crate::model::fields::{Fields, Keys, keys};
+use crate::model::tasks::candidate_labels::CandidateLabels;
+use crate::model::tasks::image::request::{ImageFile, ImageMessage, RequestedImages, urls_of_images};
+use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";
@@ -46,9 +43,24 @@ impl ZeroShotRequest {
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images or labels, else `BadInput` with the
     /// field and the value.
     pub fn parse(message: &Message, max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        let request = match raw_image(message)? {
-            Some(image) => Self::from_headers(&message.properties.headers, image)?,
-            None => Self::from_json(&message.body, max_images, files)?,
+        let names = ["hypothesis_template", "labels", "model", "raw_scores", "top_k", "truncate"];
+        let sent = ImageMessage::read(message, &names)?;
+        let fields = Fields::parse(&sent.fields, &KEYS)?;
+        let parameters = fields.object("parameters", &PARAMETERS)?;
+        let RequestedImages { images, is_list } = sent.images(&fields, max_images, files)?;
+        let labels = CandidateLabels::in_json(&fields, parameters.as_ref(), DEFAULT_TEMPLATE)?;
+        let labels = labels.ok_or_else(|| {
+            let message = "labels is missing; this model compares images with the labels of the request";
+            TaskError::bad_input("labels", message)
+        })?;
+        let request = Self {
+            images,
+            is_list,
+            model: fields.string("model")?,
+            top_k: fields.positive("top_k")?.unwrap_or(labels.names.len()),
+            labels,
+            raw_scores: fields.boolean("raw_scores", false)?,
+            truncate: fields.boolean("truncate", true)?,
         };
         request.labels.check_reply(request.top_k, request.images.len(), "images")?;
         Ok(request)
@@ -58,69 +70,13 @@ impl ZeroShotRequest {
     pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
         urls_of_images(message, &KEYS, max_images)
     }
-
-    fn from_headers(headers: &Headers, image: ImageFile) -> Result<Self, TaskError> {
-        let not_a_list = || TaskError::bad_input("labels", "labels must be a list of texts");
-        let labels = match headers.get("labels") {
-            None | Some(Value::Void) => return Err(missing_labels()),
-            Some(Value::Array(values)) => {
-                if values.len() > MAX_LABELS {
-                    let message =
-                        format!("labels holds {} items; at most {MAX_LABELS} are allowed", values.len());
-                    return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"));
-                }
-                let text = |value: &Value| value.as_str().map(str::to_owned).ok_or_else(not_a_list);
-                values.iter().map(text).collect::<Result<Vec<_>, _>>()?
-            }
-            // Some clients can send only strings as headers: the list is then JSON.
-            Some(value) => {
-                let raw: &RawValue =
-                    serde_json::from_str(value.as_str().ok_or_else(not_a_list)?).map_err(|error| {
-                        TaskError::bad_input("labels", format!("labels is not JSON: {error}"))
-                    })?;
-                each_item(&list(raw.get(), "labels", MAX_LABELS)?, "labels", string)?
-            }
-        };
-        let template = text_header(headers, "hypothesis_template")?.map(|it| (it, "hypothesis_template"));
-        let labels = CandidateLabels::new(labels, "labels", template, DEFAULT_TEMPLATE)?;
-        Ok(Self {
-            images: vec![image],
-            is_list: false,
-            model: text_header(headers, "model")?,
-            top_k: count_header(headers, "top_k")?.unwrap_or(labels.names.len()),
-            labels,
-            raw_scores: boolean_header(headers, "raw_scores", false)?,
-            truncate: boolean_header(headers, "truncate", true)?,
-        })
-    }
-
-    fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        let fields = Fields::parse(body, &KEYS)?;
-        let parameters = fields.object("parameters", &PARAMETERS)?;
-        let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
-        let labels = CandidateLabels::in_json(&fields, parameters.as_ref(), DEFAULT_TEMPLATE)?;
-        let labels = labels.ok_or_else(missing_labels)?;
-        Ok(Self {
-            images,
-            is_list,
-            model: fields.string("model")?,
-            top_k: fields.positive("top_k")?.unwrap_or(labels.names.len()),
-            labels,
-            raw_scores: fields.boolean("raw_scores", false)?,
-            truncate: fields.boolean("truncate", true)?,
-        })
-    }
-}
-
-fn missing_labels() -> TaskError {
-    let message = "labels is missing; this model compares images with the labels of the request";
-    TaskError::bad_input("labels", message)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::Properties;
+    use crate::model::tasks::candidate_labels::MAX_LABELS;
+    use crate::protocol::{Properties, TaskErrorKind, Value};
 
     fn json(body: &str) -> Result<ZeroShotRequest, TaskError> {
         let message = Message { body: body.to_owned().into(), ..Message::default() };

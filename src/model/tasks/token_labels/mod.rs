@@ -27,6 +27,7 @@ use super::{
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{Reading, TextTokenizer, Window};
+use crate::model::load::vocabulary::TokenField;
 use crate::model::nets::encoder::Output;
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::encoder::text_config::TextConfig;
@@ -65,29 +66,24 @@ pub static FAMILY: Family = Family {
     fields: &[(URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &Architecture::NAMES,
-        ggufs: &[],
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
         accepts: |model| {
             let has_head = model.classes().next().is_some_and(|class| class.ends_with(HEAD_SUFFIX));
             // No fixture shows that the heads of T5 are computed as in the reference implementation.
             has_head && model.architecture != "t5"
         },
-        heads: &[],
-        fewer_routes: None,
         assumptions,
-        request_files: request_text_files,
-        check: |spec| {
-            let files = ModelFiles::locate(&spec.source)?;
-            read_labels(&files, spec)?;
-            check_text_files(&FAMILY, &files, spec)
-        },
+        ..FileRules::new(request_text_files, check)
     }),
     options: &[MAX_SEQ_LENGTH],
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "token-bert", options: &[] },
 };
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    read_labels(&files, spec)?;
+    check_text_files(&FAMILY, &files, spec)
+}
 
 /// The names of the labels.
 fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadError> {
@@ -102,23 +98,14 @@ fn read_labels(files: &ModelFiles, spec: &LoadSpec) -> Result<Vec<String>, LoadE
 /// The file in which a tokenizer's special tokens are named.
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
-    unk_token: Option<SpecialToken>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum SpecialToken {
-    Text(String),
-    Object { content: String },
+    unk_token: Option<TokenField>,
 }
 
 /// The id of the token for unknown words: the one that the model's files name, else the usual one of BERT or RoBERTa.
 fn unknown_id(files: &ModelFiles, tokenizer: &TextTokenizer) -> Result<Option<u32>, LoadError> {
     let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
     Ok(match config.unk_token {
-        Some(SpecialToken::Text(token) | SpecialToken::Object { content: token }) => {
-            tokenizer.id_of_token(&token)
-        }
+        Some(token) => tokenizer.id_of_token(&token.text()),
         None => ["[UNK]", "<unk>"].iter().find_map(|token| tokenizer.id_of_token(token)),
     })
 }

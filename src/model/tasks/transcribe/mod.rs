@@ -72,16 +72,8 @@ pub static FAMILY: Family = Family {
     fields: &[(TRANSCRIPTIONS_URL, &KEYS), (TRANSLATIONS_URL, &KEYS)],
     serves: Serves::Files(FileRules {
         configs: &[MODEL_TYPE],
-        ggufs: &[],
-        pipelines: &[],
-        libraries: &[],
-        modules: &[],
-        accepts: |_| true,
-        heads: &[],
         fewer_routes: Some(routes_of),
-        assumptions: |_| Vec::new(),
-        request_files,
-        check,
+        ..FileRules::new(request_files, check)
     }),
     options: &options::OPTIONS,
     sample: sample::recordings,

@@ -274,14 +274,14 @@ impl Transcriber {
         let features: Vec<&[f32]> =
             waiting.iter().filter_map(|slot| Some(&*self.sequences.get(slot)?.input.features)).collect();
         let numbers: Vec<usize> = waiting.iter().map(|slot| slot.0).collect();
-        self.network.encode(&numbers, &features).map_err(|error| ForwardError::from(&error))?;
+        self.network.encode(&numbers, &features)?;
         for slot in &waiting {
             if self.sequences.get(slot).is_some_and(|it| it.input.wants_word_times) {
                 self.network.keep_queries(slot.0);
             }
         }
         let unknown: Vec<Slot> = waiting.iter().filter(|slot| self.lacks_language(**slot)).copied().collect();
-        let detected = self.detect_languages(&unknown).map_err(|error| ForwardError::from(&error))?;
+        let detected = self.detect_languages(&unknown)?;
         // Nothing fails from here on.
         for (slot, language) in unknown.iter().zip(detected) {
             if let Some(sequence) = self.sequences.get_mut(slot) {
@@ -619,8 +619,7 @@ impl Generate for Transcriber {
             spans.push(Span { slot: chunk.slot.0, first: chunk.first_position, count: chunk.ids.len() });
         }
         let mut buffer = std::mem::take(&mut self.logits);
-        let result = self.network.forward(&ids, &spans, &wanted, &mut buffer);
-        result.map_err(|error| ForwardError::from(&error))?;
+        self.network.forward(&ids, &spans, &wanted, &mut buffer)?;
         let vocab_size = buffer.len() / wanted.len().max(1);
         let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));
         let with_logits = chunks.into_iter().map(|chunk| {

@@ -4,6 +4,7 @@ use serde::Deserialize;
 
 use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
+use crate::model::tasks::SEED;
 use crate::model::{Capacity, LoadError, LoadSpec};
 
 /// The largest `max_seconds`: a day.
@@ -27,16 +28,11 @@ pub static OPTIONS: [OptionSpec; 3] = [
         help: "the most windows of 30 s that are transcribed at once; `batch.max_requests` bounds them too. With \
                Whisper tiny a window takes 24 MB of memory in f32, with large-v3 640 MB; memory is allocated when it is used",
     },
-    OptionSpec {
-        name: "seed",
-        takes: Takes::Whole(0..=u64::MAX),
-        default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the random numbers of tasks that set none",
-    },
+    SEED,
 ];
 
 /// The values of the options of one pool.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub struct Options {
     /// The maximum length of a recording, in seconds.
     pub max_seconds: f64,
@@ -46,22 +42,13 @@ pub struct Options {
     pub seed: u64,
 }
 
-/// The options as the pool's file has them.
-#[derive(Deserialize)]
-struct WrittenOptions {
-    max_seconds: u32,
-    sequences: usize,
-    seed: u64,
-}
-
 impl Options {
     /// Reads the pool's options.
     ///
     /// # Errors
     /// [`LoadError::Option`] for an option that is not known or out of its bounds.
     pub fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
-        let WrittenOptions { max_seconds, sequences, seed } = FAMILY.read_options(spec)?;
-        Ok(Self { max_seconds: max_seconds.into(), sequences, seed })
+        FAMILY.read_options(spec)
     }
 
     /// The capacity of a network with these options and this context. Each slot has a whole context.

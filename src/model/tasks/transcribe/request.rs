@@ -7,12 +7,13 @@ use std::ops::RangeInclusive;
 use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use serde_json::{Map, Number, Value as Json};
 
-use crate::model::fields::{Fields, Keys, bounded_string, each_item, file, invalid, keys, list, string};
+use crate::model::fields::{
+    Fields, Keys, bounded_string, each_item, file, headers_as_json, invalid, keys, list,
+};
 use crate::protocol::endpoints::TRANSLATIONS_URL;
 use crate::protocol::message::Headers;
-use crate::protocol::{FileUrl, Files, Message, TaskError, Value};
+use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 /// The field with a recording in JSON.
 const FILE_URL: &str = "file_url";
@@ -38,8 +39,7 @@ pub const KEYS: Keys = keys! {
     "condition_on_previous_text" = "false", "diarize" = "false", "initial_prompt" = "null",
     "no_speech_threshold" = "null", "without_timestamps" = "false", "word_timestamps" = "false"
 };
-/// The fields whose values are not strings. If the header of such a field is a string, it is read as JSON, because some
-/// clients can send only strings as headers.
+/// The fields whose values are not texts.
 const NON_TEXT_FIELDS: [&str; 6] =
     [KEYWORDS, "stream", "temperature", GRANULARITIES[0], GRANULARITIES[1], VAD];
 
@@ -161,7 +161,7 @@ impl TranscriptionRequest {
         if message.body.is_empty() {
             return Err(TaskError::bad_input("body", "the body is empty; it should be a recording"));
         }
-        let headers = headers_as_json(&message.properties.headers)?;
+        let headers = parameters(&message.properties.headers)?;
         let fields = Fields::parse(headers.as_bytes(), &KEYS)?;
         if fields.get(FILE_URL).is_some() {
             let text = "file_url is for a body of JSON; here the body is the recording";
@@ -171,20 +171,20 @@ impl TranscriptionRequest {
     }
 
     fn from_fields(fields: &Fields<'_>, sound: Sound, default_task: SpeechTask) -> Result<Self, TaskError> {
-        let format = named(fields, "response_format", &Format::ALL)?.unwrap_or(Format::Json);
+        let format = fields.choice("response_format", &Format::ALL)?.unwrap_or(Format::Json);
         Ok(Self {
             sound,
             model: fields.string("model")?,
-            task: named(fields, "task", &SpeechTask::ALL)?.unwrap_or(default_task),
+            task: fields.choice("task", &SpeechTask::ALL)?.unwrap_or(default_task),
             language: fields
                 .bounded_string("language", MAX_LANGUAGE_BYTES)?
                 .map(|code| code.to_ascii_lowercase()),
             prompt: fields.bounded_string("prompt", MAX_PROMPT_BYTES)?,
             keywords: keywords(fields)?,
-            split_channels: named(fields, "channels", &[(false, "mix"), (true, "split")])?.unwrap_or(false),
+            split_channels: fields.choice("channels", &[(false, "mix"), (true, "split")])?.unwrap_or(false),
             words: asks_for_words(fields, format)?,
             format,
-            temperature: temperature(fields)?,
+            temperature: fields.number_within("temperature", 0.0..=1.0)?.unwrap_or(0.0),
             vad: voice_detection(fields)?,
             stream: fields.boolean("stream", false)?,
         })
@@ -244,66 +244,13 @@ fn sound_from_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError
 }
 
 /// The headers that are parameters, as JSON. Others are ignored, unless one is a mistyped parameter.
-fn headers_as_json(headers: &Headers) -> Result<String, TaskError> {
-    let names = KEYS.supported.iter().copied().chain(KEYS.unsupported.iter().map(|it| it.key));
-    let is_known = |name: &str| names.clone().any(|known| known == name);
-    if let Some(error) = headers.keys().filter(|name| !is_known(name)).find_map(|name| KEYS.mistyped(name)) {
+fn parameters(headers: &Headers) -> Result<String, TaskError> {
+    let mut unknown = headers.keys().filter(|name| !KEYS.has(name));
+    if let Some(error) = unknown.find_map(|name| KEYS.mistyped(name)) {
         return Err(error);
     }
-    let mut fields = Map::new();
-    for name in names {
-        match headers.get(name) {
-            None | Some(Value::Void) => {}
-            Some(value) => _ = fields.insert(name.to_owned(), header_as_json(name, value)?),
-        }
-    }
-    Ok(Json::Object(fields).to_string())
-}
-
-fn header_as_json(name: &str, value: &Value) -> Result<Json, TaskError> {
-    let number = |number: f64| Number::from_f64(number).map(Json::Number);
-    let json = match value {
-        Value::Bool(value) => Some((*value).into()),
-        Value::F32(value) => number(f64::from(*value)),
-        Value::F64(value) => number(*value),
-        Value::Array(items) if items.len() <= MAX_KEYWORDS => {
-            let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
-            texts.map(Json::from)
-        }
-        _ => match (value.as_i64(), value.as_str()) {
-            (Some(value), _) => Some(value.into()),
-            (None, Some(text)) if NON_TEXT_FIELDS.contains(&name) => {
-                Some(serde_json::from_str(text).unwrap_or_else(|_| text.into()))
-            }
-            (None, Some(text)) => Some(text.into()),
-            (None, None) => None,
-        },
-    };
-    json.ok_or_else(|| {
-        TaskError::bad_input(
-            name,
-            format!("the header {name} must be a text, a number, a boolean or a list of texts"),
-        )
-    })
-}
-
-/// Reads a field that holds one of the names in `all`. Returns the value of that name; none if the field is absent.
-fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(T, &str)]) -> Result<Option<T>, TaskError> {
-    let Some(raw) = fields.get(key) else { return Ok(None) };
-    let text = string(raw.get(), key)?;
-    let found = all.iter().find(|(_, name)| *name == text).map(|(value, _)| *value);
-    found.map(Some).ok_or_else(|| {
-        let names: Vec<String> = all.iter().map(|(_, name)| format!("{name:?}")).collect();
-        invalid(key, &format!("one of {}", names.join(", ")), raw.get())
-    })
-}
-
-fn temperature(fields: &Fields<'_>) -> Result<f32, TaskError> {
-    let Some(raw) = fields.get("temperature") else { return Ok(0.0) };
-    match serde_json::from_str::<f32>(raw.get()) {
-        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
-        _ => Err(invalid("temperature", "a number from 0 to 1", raw.get())),
-    }
+    let names = KEYS.supported.iter().copied().chain(KEYS.unsupported.iter().map(|it| it.key));
+    headers_as_json(headers, names, &NON_TEXT_FIELDS)
 }
 
 fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
@@ -345,7 +292,7 @@ fn asks_for_words(fields: &Fields<'_>, format: Format) -> Result<bool, TaskError
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::{Properties, TaskErrorKind};
+    use crate::protocol::{Properties, TaskErrorKind, Value};
 
     const SOUND: &str = r#""file_url":"data:audio/wav;base64,ZmlsZQ==""#;
 
