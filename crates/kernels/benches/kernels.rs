@@ -78,7 +78,7 @@ fn product(criterion: &mut Criterion) {
         let q = std::array::from_fn(|at| (at * 37 % 256) as u8);
         let quantised = |_, _| Group { scale: 0.01, offset: -1.28, q };
         let matrix =
-            Matrix::of_groups(NumberFormat::Bits8, [depth, width], quantised).with_rows_as(RowFormat::Int16);
+            Matrix::of_groups(NumberFormat::Bits8, [depth, width], &quantised).with_rows_as(RowFormat::Int16);
         if may_use_int16() {
             let name = BenchmarkId::new("8 bits, rows of 16 bits", format!("{depth}x{width}"));
             group.bench_function(name, |bencher| {

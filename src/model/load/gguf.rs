@@ -222,7 +222,7 @@ impl Gguf {
         let (format, read) = group_reader(dtype).ok_or_else(|| {
             self.fault(format!("tensor {name} is {}; read are {READ_TYPES}", type_name(dtype)))
         })?;
-        Ok(Matrix::of_groups(format, [depth, width], |column, group| read(row_of(column), group)))
+        Ok(Matrix::of_groups(format, [depth, width], &|column, group| read(row_of(column), group)))
     }
 
     /// The tensor of a linear layer with `depth` inputs and `width` outputs. The file has a row of `depth` numbers for

@@ -315,7 +315,7 @@ async fn a_departed_requester_without_parts_is_noticed_and_its_task_is_kept() {
 async fn a_task_is_kept_if_its_requester_leaves_while_its_inputs_are_made() {
     let rig = Rig::start("script", |_| ());
     rig.memory.set_reaction("left", Reaction::Answer(Published::Unroutable));
-    rig.memory.deliver([task("left", "left", &json!({"empty_slices": 1_000_000}))]);
+    rig.memory.deliver([task("left", "left", &json!({"empty_slices": 100_000}))]);
     assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
     let letters = rig.memory.published(DEAD);
     assert_eq!(letters.len(), 1);

@@ -145,7 +145,7 @@ fn quantised_matrix(columns: &[f32], depth: usize, format: NumberFormat) -> Matr
         let first = column * depth + index * format.group();
         quantised(&columns[first..][..format.group()], format.max_quantised())
     };
-    Matrix::of_groups(format, [depth, columns.len() / depth], group)
+    Matrix::of_groups(format, [depth, columns.len() / depth], &group)
 }
 
 /// Quantises a group of numbers to whole numbers from 0 to `max`, rounded to the nearest. The smallest and the largest

@@ -92,25 +92,28 @@ impl Matrix {
     }
 
     /// Packs quantised numbers. `group` returns a group of a column; its arguments are the column and the group's
-    /// index.
+    /// index. It is called once for each group.
     pub fn of_groups(
         format: NumberFormat,
         [depth, width]: [usize; 2],
-        group: impl Fn(usize, usize) -> Group,
+        group: &dyn Fn(usize, usize) -> Group,
     ) -> Self {
         let bits = if format == NumberFormat::Bits4 { 4 } else { 8 };
-        Self::pack(format, [depth, width], |column, index, word| {
-            let Group { scale, offset, q } = group(column, index);
-            match word {
-                0 => scale.to_bits(),
-                1 => offset.to_bits(),
-                _ => {
-                    let per_word = 32 / bits as usize;
-                    let q = &q[(word - 2) * per_word..][..per_word];
-                    q.iter().rev().fold(0, |word, q| word << bits | u32::from(*q))
-                }
+        let (groups, words) = (depth / format.group(), format.words());
+        let count = width.div_ceil(PANEL) * groups * words * PANEL;
+        let mut packed: Arc<[u32]> = (0..count).map(|_| 0).collect();
+        let rows_of_groups = Arc::get_mut(&mut packed).expect("nobody else has it yet");
+        for (at, rows) in rows_of_groups.chunks_exact_mut(words * PANEL).enumerate() {
+            let (first, index) = (at / groups * PANEL, at % groups);
+            for lane in 0..PANEL.min(width - first) {
+                let Group { scale, offset, q } = group(first + lane, index);
+                let packed_q = q.chunks_exact(32 / bits);
+                let packed_q = packed_q.map(|q| q.iter().rev().fold(0, |word, q| word << bits | u32::from(*q)));
+                let of_group = [scale.to_bits(), offset.to_bits()].into_iter().chain(packed_q);
+                rows.iter_mut().skip(lane).step_by(PANEL).zip(of_group).for_each(|(row, word)| *row = word);
             }
-        })
+        }
+        Self { format, depth, width, words: PackedWords::Owned(packed), rows: RowFormat::F32 }
     }
 
     /// Packs the words that `word` returns. Its arguments are the column, the group's index, and the word's index in
@@ -406,7 +409,7 @@ mod tests {
         let made = match format {
             NumberFormat::F32 => Matrix::of_f32(&columns, depth),
             NumberFormat::Bf16 => Matrix::of_bf16(&columns, depth),
-            _ => Matrix::of_groups(format, [depth, width], group),
+            _ => Matrix::of_groups(format, [depth, width], &group),
         };
         let expected = match format {
             NumberFormat::F32 => columns.clone(),
@@ -539,7 +542,7 @@ mod tests {
             // Every product of a group has the largest magnitude.
             let q = if format == NumberFormat::Bits4 { 15 } else { 255 };
             let made =
-                Matrix::of_groups(format, [96, 70], |_, _| Group { scale: 1.0, offset: 0.0, q: [q; 32] });
+                Matrix::of_groups(format, [96, 70], &|_, _| Group { scale: 1.0, offset: 0.0, q: [q; 32] });
             for x in [2.0, -2.0] {
                 let expected = 96.0 * x * f32::from(q);
                 let out = product(&made, &[x; 7 * 96]);
