@@ -423,10 +423,10 @@ fn python_file(place: PythonPlace<'_>, folders: &[String]) -> Option<PathBuf> {
         PythonPlace::File(file) => Some(file.into()),
         PythonPlace::Module(module) => {
             let path = module.replace('.', "/");
-            let files = folders.iter().flat_map(|folder| {
+            let mut files = folders.iter().flat_map(|folder| {
                 ["", "/__init__"].map(|ending| PathBuf::from(format!("{folder}/{path}{ending}.py")))
             });
-            files.into_iter().find(|file| file.is_file())
+            files.find(|file| file.is_file())
         }
     }
 }

@@ -64,7 +64,7 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
         let known = file_types(media_types);
         let is_plain = |taken: &&str| *taken == Route::ANY_TYPE || (*taken == BYTES && known.is_empty());
         let found = known.iter().find(|(known, _)| *known == ending).map(|(_, media_type)| *media_type);
-        let found = found.or_else(|| media_types.iter().any(|taken| is_plain(&taken)).then_some(BYTES));
+        let found = found.or_else(|| media_types.iter().any(is_plain).then_some(BYTES));
         let media_type = found.with_context(|| {
             // The names with a prefix are other names of the same types, and several types may have one ending.
             let endings = known.iter().filter(|(ending, _)| !ending.contains(['-', '.']));
