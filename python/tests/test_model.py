@@ -108,6 +108,10 @@ def options(**types: Any) -> type:
         (lambda: of(urls="/v1/embeddings"), "Wrong.urls is '/v1/embeddings'; it must be a list of paths"),
         (lambda: of(media_types="image/png"), "Wrong.media_types has 'image/png'; it must be a list such as"),
         (lambda: of(media_types={"/x": ["a/b"]}), "Wrong.media_types has '/x', which is not in Wrong.urls"),
+        (lambda: of(media_types=["*/json"]), "Wrong.media_types has ['*/json']; it must be a list such as"),
+        (lambda: of(media_types=["image/p*"]), "Wrong.media_types has ['image/p*']"),
+        (lambda: of(probe=5, load=lambda self: 0), "(self) must be load(self, device, dtype, options): too many positional"),
+        (lambda: of(probe=5, load=lambda self: 0), "; Wrong.probe must be a method: probe(self)"),
         (lambda: of(forwards=1), "Wrong.forwards is unknown: did you mean forward?"),
         (lambda: of(url=["/x"]), "Wrong.url is unknown: did you mean urls?"),
         (lambda: of(forward=None), "must have either forward(self, batch) or stream(self, task); it has neither"),
@@ -151,12 +155,25 @@ def test_options_are_checked_and_completed() -> None:
         ({"top": "6"}, "options.top is '6'; it must be of the type int"),
         ({"top": True}, "options.top is True; it must be of the type int"),
         ({"tops": 6}, "options.tops is no option of Served; it has weights, top, ratio"),
+        (
+            {"tops": 6, "ratio": None},
+            "options.tops is no option of Served; it has weights, top, ratio; options.ratio is None; it must be of the type float",
+        ),
     ):
         with pytest.raises(ClassProblem) as raised:
             sconce_model.load(Served, options=given)
         assert str(raised.value) == message
     with pytest.raises(ClassProblem, match="options.name is not set; Fussy needs it, of the type str"):
         sconce_model.load(classes.Fussy)
+
+
+def test_a_class_that_takes_every_media_type_gets_json_by_default() -> None:
+    def preprocess(self: Any, task: Task) -> list[Input]:
+        return [Input(task.content_type)]
+
+    types: Any = {"media_types": ["*/*"], "finish": lambda self, task, outputs: str(outputs[0])}
+    [one] = testing.run(of(preprocess=preprocess, forward=lambda self, batch: [it.value for it in batch], **types), [{}])
+    assert one.body and one.body.data == b"application/json"
 
 
 def test_an_error_of_a_task_has_a_status_of_the_requester() -> None:

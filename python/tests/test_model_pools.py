@@ -103,7 +103,7 @@ def test_a_new_process_takes_the_place_of_one_that_is_killed(client: Client, lau
         found = []
         for folder in Path("/proc").iterdir():
             try:
-                is_model = b"\0-m\0sconce_model\0" in (folder / "cmdline").read_bytes()
+                is_model = b"from sconce_model.__main__ import main" in (folder / "cmdline").read_bytes()
                 is_ours = f"{HERE}:{SOURCES}".encode() in (folder / "environ").read_bytes()
             except OSError:
                 continue

@@ -226,6 +226,12 @@ def test_what_somebody_must_mend_is_said_before_anything_is_loaded(
         ("import neighbour\nimport not_installed_here", "operator", "import: ModuleNotFoundError: No module named 'not_"),
         ("class Broken(:", "operator", "import: SyntaxError: "),
         ("1 / 0", "model", "import: ZeroDivisionError: division by zero"),
+        ("None.nothing", "operator", "import: AttributeError: 'NoneType' object has no attribute 'nothing'"),
+        ("len(5)", "operator", "import: TypeError: "),
+        ("open('/nowhere/weights')", "operator", "import: FileNotFoundError: [Errno 2] No such file or directory"),
+        ("raise FileNotFoundError('the network is down, and the file is not in the cache')", "model", "import: FileNotFoundError"),
+        ("raise ConnectionError('the hub does not answer')", "model", "import: ConnectionError"),
+        ("raise MemoryError()", "model", "import: MemoryError"),
         ("raise SystemExit(3)", "model", "import: SystemExit: 3"),
     ],
 )

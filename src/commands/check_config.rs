@@ -17,10 +17,12 @@ use crate::telemetry::QUIET;
 use crate::worker::pool_spec;
 
 /// Imports a pool's class in Python, in a process without a GPU, and prints what it is.
-fn describe_python(pool: &Pool) -> anyhow::Result<()> {
-    let described = python::describe(pool, &pool_spec(pool, "cpu"))
-        .with_context(|| format!("pool {:?}", pool.name))
-        .exits_with(Exit::ModelFailed)?;
+/// Returns what is wrong with it, if it cannot be imported.
+fn describe_python(pool: &Pool) -> anyhow::Result<Option<String>> {
+    let described = match python::describe(pool, &pool_spec(pool, "cpu")) {
+        Ok(described) => described,
+        Err(error) => return Ok(Some(format!("pool {:?}: {error}", pool.name))),
+    };
     let (name, model, executable) = (&pool.name, &pool.model, &pool.python.executable);
     let head = format!("# pool {name:?} will load {model:?}: {described}");
     let how =
@@ -28,7 +30,7 @@ fn describe_python(pool: &Pool) -> anyhow::Result<()> {
     for line in [head, how].into_iter().chain(described.options().map(|option| format!("#   {option}"))) {
         tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
     }
-    Ok(())
+    Ok(None)
 }
 
 /// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without
@@ -49,9 +51,11 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             .exits_with(Exit::Config)?;
     }
     let slots = plan(&loaded.settings, &Host::here())?;
+    // Those of all classes in Python. Another model that cannot be served ends the command at once.
+    let mut problems = Vec::new();
     for pool in &loaded.settings.pools {
         if pool.python_class().is_some() {
-            describe_python(pool)?;
+            problems.extend(describe_python(pool)?);
             continue;
         }
         let description = registry
@@ -96,5 +100,8 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             tolerate_broken_pipe(writeln!(std::io::stdout(), "#   assumed: {assumed}"))?;
         }
     }
-    Ok(Exit::Done)
+    match problems.is_empty() {
+        true => Ok(Exit::Done),
+        false => Err(anyhow!(problems.join("\n")).exits_with(Exit::ModelFailed)),
+    }
 }

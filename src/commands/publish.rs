@@ -471,8 +471,9 @@ fn requests_of_arguments(
     let file_types: Vec<&str> =
         media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
     if !file_types.is_empty() {
-        // A model that embeds images takes texts too.
-        let takes_texts = route.is_some_and(|route| route.url == EMBEDDINGS_URL);
+        // A model that embeds images takes texts too, and so does a class in Python that takes everything.
+        let takes_all = file_types.contains(&Route::ANY_TYPE);
+        let takes_texts = takes_all || route.is_some_and(|route| route.url == EMBEDDINGS_URL);
         let is_file = |word: &str| {
             let has_ending =
                 |ending: &str| word.len() > ending.len() && word.to_lowercase().ends_with(ending);

@@ -2,6 +2,7 @@
 //! family that recognizes the model's files (`model::registry`). Other code knows a model only as a [`Starter`].
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::ptr;
 
 use anyhow::Context as _;
@@ -9,12 +10,13 @@ use anyhow::Context as _;
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{
-    Assignment, ConfigError, Dtype, LoadedSettings, OptionProblem, Pool, Settings, check_options,
+    Assignment, ConfigError, Dtype, LoadedSettings, OptionProblem, Pool, PythonClass, PythonPlace, Settings,
+    check_options,
 };
 use crate::engine::{Starter, assuming, chosen, continuous, foreign, one_pass, strict_refusal};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Description, Family, MakeSample, Sample};
-use crate::model::load::{ModelFiles, weights_size, widened_types};
+use crate::model::load::{ModelFiles, digest_of_file, weights_size, widened_types};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
@@ -392,9 +394,12 @@ impl Registry {
         Ok(slots)
     }
 
-    /// The digest of the files of a pool's model; none for a registered model, because only its code knows what it
-    /// loads.
+    /// The digest of the files of a pool's model, or of the file of its class in Python. None for a registered model, because
+    /// only its code knows what it loads, and for a module of which only the interpreter knows where it is.
     pub(super) fn weights_digest(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+        if let Some(PythonClass { place, .. }) = pool.python_class() {
+            return python_file(place, &pool.python.path).map(|file| digest_of_file(&file)).transpose();
+        }
         match self.is_opaque(pool) {
             true => Ok(None),
             false => {
@@ -408,6 +413,20 @@ impl Registry {
     fn named(&self, model: &str) -> Option<&Named> {
         let name = model.split([':', '?']).next().unwrap_or(model);
         self.named.get(name)
+    }
+}
+
+/// The file of a class in Python; of a module only if it is in one of these folders.
+fn python_file(place: PythonPlace<'_>, folders: &[String]) -> Option<PathBuf> {
+    match place {
+        PythonPlace::File(file) => Some(file.into()),
+        PythonPlace::Module(module) => {
+            let path = module.replace('.', "/");
+            let mut files = folders.iter().flat_map(|folder| {
+                ["", "/__init__"].map(|ending| PathBuf::from(format!("{folder}/{path}{ending}.py")))
+            });
+            files.find(|file| file.is_file())
+        }
     }
 }
 

@@ -60,29 +60,40 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
     } else {
         let path = Path::new(file);
         let extension = path.extension().and_then(|it| it.to_str()).unwrap_or_default().to_ascii_lowercase();
-        let subtype = if extension == "jpg" { "jpeg" } else { &*extension };
-        let has_subtype =
-            |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
-        // The types that say nothing of the file have no ending.
-        let media_types = || media_types.iter().filter(|it| !matches!(**it, BYTES | KOMBU_BYTES));
-        let media_type = media_types().find(has_subtype).with_context(|| {
-            // The names with a prefix are other names of the same types.
-            let subtypes = media_types().filter_map(|it| it.split_once('/')).map(|(_, subtype)| subtype);
-            // Several types may have one ending.
-            let endings: BTreeSet<String> = subtypes
-                .filter(|it| !it.contains(['-', '.', '*']))
-                .map(|subtype| format!(".{subtype}"))
-                .collect();
+        let ending = if extension == "jpg" { "jpeg" } else { &*extension };
+        let known = file_types(media_types);
+        let is_plain = |taken: &&str| *taken == Route::ANY_TYPE || (*taken == BYTES && known.is_empty());
+        let found = known.iter().find(|(known, _)| *known == ending).map(|(_, media_type)| *media_type);
+        let found = found.or_else(|| media_types.iter().any(is_plain).then_some(BYTES));
+        let media_type = found.with_context(|| {
+            // The names with a prefix are other names of the same types, and several types may have one ending.
+            let endings = known.iter().filter(|(ending, _)| !ending.contains(['-', '.']));
+            let endings: BTreeSet<String> = endings.map(|(ending, _)| format!(".{ending}")).collect();
             let endings = endings.into_iter().collect::<Vec<_>>().join(", ");
             format!("this pool takes files whose names end with {endings}, and {file:?} does not")
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
-        let media_type = Some((*media_type).to_owned());
+        let media_type = Some(media_type.to_owned());
         RequestBody { media_type, ..bytes.into() }
     };
     let name = if file.starts_with("data:") { None } else { Path::new(file).file_stem() };
     let name = name.and_then(|stem| stem.to_str()).map(str::to_owned);
     Ok(Request { custom_id: None, url: None, name, body })
+}
+
+/// The files that a pool with these media types takes: the endings of their names, and their media types.
+fn file_types<'a>(media_types: &[&'a str]) -> Vec<(&'a str, &'a str)> {
+    // The types that say nothing of the file have no ending.
+    let subtypes = media_types.iter().filter(|it| !matches!(**it, BYTES | KOMBU_BYTES));
+    let subtypes = subtypes.filter_map(|it| Some((it.split_once('/')?.1, *it)));
+    let (patterns, mut found): (Vec<_>, Vec<_>) = subtypes.partition(|(subtype, _)| *subtype == "*");
+    for (_, pattern) in patterns {
+        if !found.iter().any(|(_, media_type)| Route::stands_for(pattern, media_type)) {
+            let known = FILE_TYPES.iter().filter(|(_, media_type)| Route::stands_for(pattern, media_type));
+            found.extend(known);
+        }
+    }
+    found
 }
 
 /// The tasks of a file, or of stdin if its name is `-`. Errors name the line.
@@ -368,6 +379,20 @@ mod tests {
         assert_eq!(&by_url.bytes[..], br#"{"image_url":"https://host/cat.png"}"#);
         let missing = of_file("/no/such/cat.png", &taken, false).err().unwrap().to_string();
         assert!(missing.contains("/no/such/cat.png"), "{missing}");
+        // A class in Python may name no subtype.
+        for (name, taken, media_type) in [
+            ("cat.JPG", "image/*", "image/jpeg"),
+            ("cat.webp", "image/*", "image/webp"),
+            ("one.mp3", "audio/*", "audio/mpeg"),
+            ("cat.png", Route::ANY_TYPE, "image/png"),
+            ("page.pdf", Route::ANY_TYPE, BYTES),
+            ("page.pdf", BYTES, BYTES),
+        ] {
+            let body = of_file(&write(name), &[taken], false).unwrap().body;
+            assert_eq!(body.media_type.as_deref(), Some(media_type), "{name} {taken}");
+        }
+        let refused = of_file(&write("page.pdf"), &["image/*"], false).err().unwrap().to_string();
+        assert!(refused.contains("names end with .jpeg, .jpg, .png, .webp, and"), "{refused}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! nothing.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use super::define::{Outline, Section};
 use super::read::{Expected, Reader, Secret, text};
@@ -48,6 +49,17 @@ pub(super) fn python_class(model: &str) -> Option<Result<PythonClass<'_>, Expect
     let expected = "\"python:MODULE:CLASS\", such as \"python:shop.models:Embedder\", or \"python:FILE:CLASS\", such as \
                     \"python:./embedder.py:Embedder\"";
     Some(read.ok_or_else(|| expected.to_owned()))
+}
+
+/// As in settings, but without the folder of a file.
+impl fmt::Display for PythonClass<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = match self.place {
+            PythonPlace::Module(module) => module,
+            PythonPlace::File(file) => file.rsplit('/').next().unwrap_or(file),
+        };
+        write!(f, "{SCHEME}{place}:{}", self.class)
+    }
 }
 
 impl PythonPlace<'_> {

@@ -175,6 +175,43 @@ fn the_short_forms_follow_from_a_list_of_queues() {
 }
 
 #[test]
+fn settings_that_mean_nothing_for_a_class_in_python_are_refused_by_name() {
+    let others = [
+        ("pool[0].task", "rerank"),
+        ("pool[0].strict_model", "true"),
+        ("pool[0].cpu_features", "avx2"),
+        ("pool[0].min_speed", "0.5"),
+        ("pool[0].allowed_sources", "https://host/in/"),
+        ("pool[0].batch.encode_interval", "4"),
+        ("pool[0].batch.encode_batch", "4"),
+    ];
+    assert_eq!(problems_with(&others), Vec::<String>::new());
+    let problems =
+        problems_with(&[&others[..], &[("pool[0].model", "python:shop.models:Embedder")]].concat());
+    assert_eq!(problems.len(), others.len(), "{problems:?}");
+    for ((path, _), problem) in others.iter().zip(&problems) {
+        let expected = format!("{path}: expected to be left out: it means nothing for a class in Python");
+        assert!(problem.starts_with(&expected), "{problem}");
+    }
+    let defaults =
+        [("pool[0].model", "python:m:C"), ("pool[0].task", "auto"), ("pool[0].strict_model", "false")];
+    assert_eq!(problems_with(&defaults), Vec::<String>::new());
+}
+
+#[test]
+fn an_option_of_a_model_that_is_no_finite_number_is_refused_by_name() {
+    for (name, value) in
+        [("ratio", "inf"), ("ratio", "-inf"), ("ratios", "[1.0, nan]"), ("table", "{ a = inf }")]
+    {
+        let path = format!("pool[0].options.{name}");
+        let problems = problems_with(&[(path.as_str(), value)]);
+        assert_eq!(problems.len(), 1, "{name} = {value}: {problems:?}");
+        assert!(problems[0].starts_with(&path), "{problems:?}");
+        assert!(problems[0].contains("expected numbers that are finite"), "{problems:?}");
+    }
+}
+
+#[test]
 fn a_certificate_and_its_key_come_together() {
     for (written, missing) in [("cert_file", "key_file"), ("key_file", "cert_file")] {
         let written = format!("broker.tls.{written}");

@@ -216,7 +216,7 @@ section! {
         /// sconce_model in it. Relative paths are relative to the settings file that names them; from a flag or a
         /// variable, to the current folder.
         executable: String = "python3", read::name;
-        /// Folders in which modules are looked for first.
+        /// Folders in which modules are looked for first. The current folder is searched only if it is one of them.
         path: Vec<String> = [], read::paths;
         nested env: Environment;
     }
@@ -701,6 +701,9 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
     if let Some(Err(expected)) = python::python_class(&pool.model) {
         reader.refuse("model", pool.model.as_str(), expected);
     }
+    if pool.python_class().is_some() {
+        refuse_of_other_models(pool, reader);
+    }
     let is_listed = !pool.queue.is_empty();
     for key in ["task_queue", "background_queue"] {
         let origin = reader.origin_of(key);
@@ -756,6 +759,28 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
     }
 }
 
+/// Refuses settings that mean nothing for a class in Python. One that is written with its default is left alone.
+fn refuse_of_other_models(pool: &Pool, reader: &mut Reader<'_>) {
+    let model = reader.path_of("model");
+    let is_default_speed = pool.min_speed.to_bits() == 0.2_f64.to_bits();
+    for (key, is_set) in [
+        ("task", pool.task.is_some()),
+        ("strict_model", pool.strict_model),
+        ("cpu_features", pool.cpu_features != CpuFeatures::Auto),
+        ("min_speed", !is_default_speed),
+        ("allowed_sources", !pool.allowed_sources.is_empty()),
+        ("batch.encode_interval", pool.batch.encode_interval.is_some()),
+        ("batch.encode_batch", pool.batch.encode_batch.is_some()),
+    ] {
+        if is_set {
+            let (path, origin) = (reader.path_of(key), reader.origin_of(key));
+            let expected =
+                format!("expected to be left out: it means nothing for a class in Python ({model})");
+            reader.report().problems.push(Problem::new(path, expected).with_origin(origin));
+        }
+    }
+}
+
 fn refuse_certificate_without_key(tls: &Tls, reader: &mut Reader<'_>) {
     let (missing, written) = match (&tls.cert_file, &tls.key_file) {
         (Some(_), None) => ("key_file", "cert_file"),
@@ -781,6 +806,16 @@ fn refuse_low_ceiling(
     }
 }
 
+/// Whether all numbers in this value are finite.
+fn is_finite(value: &Value) -> bool {
+    match &value.kind {
+        ValueKind::Float(number) => number.is_finite(),
+        ValueKind::Array(items) => items.iter().all(is_finite),
+        ValueKind::Table(table) => table.values().all(is_finite),
+        _ => true,
+    }
+}
+
 impl Section for Options {
     fn outline() -> Outline {
         let about: &[&str] =
@@ -789,8 +824,17 @@ impl Section for Options {
     }
 
     fn read(mut reader: Reader<'_>) -> Option<Self> {
-        let to_json = |(name, value)| (name, read::typed(&value).try_deserialize().unwrap_or_default());
-        Some(reader.read_rest().into_iter().map(to_json).collect())
+        let mut options = Self::new();
+        for (name, value) in reader.read_rest() {
+            let value = read::typed(&value);
+            // JSON, in which models get their options, has no others.
+            if is_finite(&value) {
+                options.insert(name, value.try_deserialize().unwrap_or_default());
+            } else {
+                reader.refuse(&name, value, "numbers that are finite".to_owned());
+            }
+        }
+        Some(options)
     }
 }
 

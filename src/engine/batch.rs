@@ -19,7 +19,7 @@ pub(super) struct Network<P: Processor, F> {
     network: F,
     /// The probe's inputs; empty if the model has no probe.
     probe: Vec<P::Input>,
-    /// Tokens of the smallest batch that ran out of memory since the last call of `take_too_large`.
+    /// Tokens of the smallest batch that was too large for the memory since the last call of `take_too_large`.
     too_large: Option<usize>,
     pub(super) notices: Notices,
     pub(super) observer: Box<dyn Observer>,
@@ -80,16 +80,17 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, 
         one_per_input(guarded(|| self.network.wait(pending))?, inputs)
     }
 
-    /// Delivers the outputs of `items`, or finds the input at fault. Fails if the device is broken.
+    /// Delivers the outputs of `items`, or finds the inputs at fault. Returns how many of them need more memory than there
+    /// is even when they are alone. Fails if the device is broken.
     pub(super) fn settle(
         &mut self,
         items: &[Item<P>],
         outcome: Outcome<P>,
         began: Instant,
         pass: Pass,
-    ) -> Result<(), String> {
+    ) -> Result<usize, String> {
         let (kind, error) = match outcome {
-            Ok(outputs) => return self.deliver(items, outputs, began, pass),
+            Ok(outputs) => return self.deliver(items, outputs, began, pass).map(|()| 0),
             Err(ForwardError::Device(fault)) => return Err(fault),
             Err(ForwardError::OutOfMemory(error)) => (TaskErrorKind::OutOfMemory, error),
             Err(ForwardError::Failed(error)) => (TaskErrorKind::Fault, error),
@@ -100,12 +101,9 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, 
             tracing::warn!(task.id = alone.task().name.id, %error, "the model failed on an input");
             alone.outputs.record_pass(began, now() - began, pass);
             self.notices.deliver(alone, Err(error));
-            return Ok(());
+            return Ok(usize::from(kind == TaskErrorKind::OutOfMemory));
         }
-        if kind == TaskErrorKind::OutOfMemory {
-            let tokens = items.iter().map(|item| item.tokens).sum();
-            self.too_large = Some(self.too_large.map_or(tokens, |smallest| smallest.min(tokens)));
-        }
+        let mut giants = 0;
         tracing::warn!(batch.size = items.len(), error, "a batch failed; trying its halves");
         let (first, second) = items.split_at(items.len() / 2);
         for half in [first, second] {
@@ -118,11 +116,16 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, 
             let outcome = pending.and_then(|pending| self.wait(pending, half.len()));
             self.observer.mark_idle();
             // `began` stays: the time of the failed pass counts too.
-            self.settle(half, outcome, began, pass)?;
+            giants += self.settle(half, outcome, began, pass)?;
             // Sent now, because computing the other half may end this process.
             self.notices.send_done();
         }
-        Ok(())
+        // A few inputs that fail alone too are at fault themselves. If all do, the memory has become scarce.
+        if kind == TaskErrorKind::OutOfMemory && (giants == 0 || giants == items.len()) {
+            let tokens = items.iter().map(|item| item.tokens).sum();
+            self.too_large = Some(self.too_large.map_or(tokens, |smallest| smallest.min(tokens)));
+        }
+        Ok(giants)
     }
 
     fn deliver(
@@ -162,7 +165,7 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, 
         self.observer.on_device(tasks);
     }
 
-    /// Tokens of the smallest batch that ran out of memory since the last call.
+    /// Tokens of the smallest batch that was too large for the memory since the last call.
     pub(super) fn take_too_large(&mut self) -> Option<usize> {
         self.too_large.take()
     }

@@ -113,7 +113,7 @@ impl<P: Processor> WaitingInputs<P> {
         true
     }
 
-    /// Called after each batch. `too_large`: the tokens of its smallest part that ran out of memory.
+    /// Called after each batch. `too_large`: the tokens of its smallest part that was too large for the memory.
     fn learn(&self, too_large: Option<usize>) {
         let mut state = self.state.lock();
         if let Some(max_tokens) = state.sizing.learn(too_large) {
@@ -306,7 +306,7 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OnePass<P, 
             EndedPass { began: submission.wall_time, took, pass, tasks: &tasks, reserved: None, fault };
         self.network.observer.pass_ended(&ended);
         match settled {
-            Ok(()) => {
+            Ok(_) => {
                 self.waiting.learn(self.network.take_too_large());
                 self.network.notices.send_done();
                 true

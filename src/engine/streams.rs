@@ -67,7 +67,7 @@ pub trait Streams: 'static {
     /// What the running tasks have done since the last call. Does not wait.
     ///
     /// # Errors
-    /// [`ForwardError`] for the process, also if a task has taken longer than it may.
+    /// [`ForwardError`] for the process, also if a task does not end in time after it was told to.
     fn take_events(&mut self) -> Result<StreamEvents<Self::Piece, Self::Output>, ForwardError>;
 }
 

@@ -61,14 +61,16 @@ pub use crate::protocol::{Body, FileUrl, Files, Message, Properties, TaskError, 
 pub struct Route {
     /// The OpenAI path, as in the header `url` and in batch lines; [`Route::ANY`] stands for all.
     pub url: &'static str,
-    /// Media types of bodies, lower case and without parameters; `image/*` stands for all that begin with `image/`. A
-    /// message without a content type counts as the first.
+    /// Media types of bodies, lower case and without parameters; `image/*` stands for all that begin with `image/`, and
+    /// [`Route::ANY_TYPE`] for all. A message without a content type counts as the first.
     pub media_types: &'static [&'static str],
 }
 
 impl Route {
     /// The URL of a model that answers every URL.
     pub const ANY: &'static str = "*";
+    /// The media type of a model that takes every one.
+    pub const ANY_TYPE: &'static str = "*/*";
 
     /// A URL whose bodies are JSON.
     pub const fn json(url: &'static str) -> Self {
@@ -77,10 +79,16 @@ impl Route {
 
     /// Whether bodies may have this media type.
     pub fn takes(&self, media_type: &str) -> bool {
-        self.media_types.iter().any(|taken| match taken.strip_suffix('*') {
+        self.media_types.iter().any(|taken| Self::stands_for(taken, media_type))
+    }
+
+    /// Whether `taken`, one of a route's media types, is this media type or stands for it.
+    pub fn stands_for(taken: &str, media_type: &str) -> bool {
+        match taken.strip_suffix('*') {
+            _ if taken == Self::ANY_TYPE => true,
             Some(prefix) => media_type.starts_with(prefix),
-            None => *taken == media_type,
-        })
+            None => taken == media_type,
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use super::frames::{Frame, read_frame, write_frame};
-use super::messages::{Answer, Failure, FailureKind, Lengths, Outputs, Range, Request};
+use super::messages::{Failure, FailureKind, FromProcess, Lengths, Outputs, Range, ToProcess};
 use super::process::{Lost, Process};
 use super::processor::{Input, Output};
 use super::replies;
@@ -101,7 +101,7 @@ impl Forward for Batches {
 
     fn submit(&mut self, batch: &[&Input]) -> Result<usize, ForwardError> {
         let inputs = ranges(batch);
-        write_frame(&self.channel, &Request::Forward { inputs: &inputs }, &[])
+        write_frame(&self.channel, &ToProcess::Forward { inputs: &inputs }, &[])
             .map_err(|error| self.lost(batch.len(), &error))?;
         Ok(batch.len())
     }
@@ -111,8 +111,8 @@ impl Forward for Batches {
             .and_then(|frame| Ok((frame.header()?, frame)));
         let (answer, frame) = answer.map_err(|error| self.lost(inputs, &error))?;
         let results = match answer {
-            Answer::Outputs(outputs) => self.results(outputs, inputs, frame),
-            Answer::Failed(failure) => return failed(failure, inputs),
+            FromProcess::Outputs(outputs) => self.results(outputs, inputs, frame),
+            FromProcess::Failed(failure) => return failed(failure, inputs),
             _ => Err("an answer to something else".to_owned()),
         };
         results.map_err(|problem| self.lost(inputs, &io::Error::new(io::ErrorKind::InvalidData, problem)))

@@ -7,6 +7,7 @@ use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::batches::Batches;
 use super::frames::{Frame, read_frame, write_frame};
 use super::messages::{
-    self, Answer, DescribedOption, Description, Failure, FailureKind, Probe, Request, VERSION, Work,
+    self, DescribedOption, Description, Failure, FailureKind, FromProcess, ProbeHeader, ToProcess, VERSION,
+    Work,
 };
-use super::process::{Lost, Process, Start, Started};
+use super::process::{Lost, Process, ProcessSettings, Started};
 use super::processor::PythonProcessor;
 use super::streams::PythonStreams;
 use crate::config::{Assignment, Pool, PythonClass, PythonPlace};
@@ -26,8 +28,8 @@ use crate::model::{LoadError, LoadSpec, Message, Properties, Route, model_name};
 
 /// How long describing a class may take: the time to import its module.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(60);
-/// After how long the log says for the first time that the process is still importing or loading. It says so again each time
-/// it has taken twice as long.
+/// After how long the log says for the first time that the process is still importing or loading. It says so again, as a
+/// warning, each time it has taken twice as long.
 const FIRST_REMARK: Duration = Duration::from_secs(4);
 /// The most URLs that a class may answer.
 const MAX_URLS: usize = 64;
@@ -65,13 +67,13 @@ impl fmt::Display for Described {
     }
 }
 
-/// Where a class is loaded.
+/// The worker for which a class is loaded.
 #[derive(Clone, Copy)]
-struct Place<'a> {
+struct LoadingWorker<'a> {
     device: &'a str,
     slot: &'a str,
-    /// Its name on all hosts.
-    worker: &'a str,
+    /// Its name, which no other worker on any host has.
+    name: &'a str,
     threads: usize,
 }
 
@@ -80,19 +82,19 @@ fn start_frame<'a>(
     mode: &'a str,
     pool: &'a Pool,
     spec: &'a LoadSpec,
-    place: Place<'a>,
-) -> Result<messages::Start<'a>, LoadError> {
-    let Some(PythonClass { place: source, class }) = pool.python_class() else {
+    worker: LoadingWorker<'a>,
+) -> Result<messages::StartHeader<'a>, LoadError> {
+    let Some(PythonClass { place, class }) = pool.python_class() else {
         let reason = "it names no class in Python".to_owned();
         return Err(LoadError::Unsupported { model: pool.model.clone(), reason });
     };
-    let (module, file) = match source {
+    let (module, file) = match place {
         PythonPlace::Module(module) => (Some(module), None),
         PythonPlace::File(file) => (None, Some(file)),
     };
-    let Place { device, slot, worker, threads } = place;
+    let LoadingWorker { device, slot, name, threads } = worker;
     let slot_index = slot.rsplit('/').next().and_then(|index| index.parse().ok()).unwrap_or_default();
-    Ok(messages::Start {
+    Ok(messages::StartHeader {
         version: VERSION,
         mode,
         module,
@@ -105,7 +107,7 @@ fn start_frame<'a>(
         slot,
         slot_index,
         // The same after each start, and for each version of Rust that has built this program. NumPy takes no more bits.
-        seed: BuildHasherDefault::<DefaultHasher>::default().hash_one(worker) as u32,
+        seed: BuildHasherDefault::<DefaultHasher>::default().hash_one(name) as u32,
         model: &pool.model,
         model_name: model_name(&pool.model),
         served_names: &spec.served_names,
@@ -123,7 +125,13 @@ struct Loading<'a> {
 impl<'a> Loading<'a> {
     /// Starts the process of a pool's class.
     fn begin(pool: &'a Pool, device: &str, threads: usize, timeout: Duration) -> Result<Self, LoadError> {
-        let started = Process::start(&Start { python: &pool.python, device, threads, timeout });
+        let missing: Vec<&str> =
+            pool.python.path.iter().map(String::as_str).filter(|path| !Path::new(path).exists()).collect();
+        if !missing.is_empty() {
+            let reason = format!("pool.python.path names what does not exist: {}", missing.join(", "));
+            return Err(LoadError::Unsupported { model: pool.model.clone(), reason });
+        }
+        let started = Process::start(&ProcessSettings { python: &pool.python, device, threads, timeout });
         let started = started.map_err(|error| LoadError::Process {
             model: pool.model.clone(),
             reason: format!("its process cannot be started: {error}"),
@@ -144,17 +152,22 @@ impl<'a> Loading<'a> {
     }
 
     /// The next answer, for which the process is `doing` something. `time`: how long it may take; none: as long as it needs.
-    fn next(&self, doing: &str, time: Option<Duration>) -> Result<(Answer, Frame), LoadError> {
+    fn next(&self, doing: &str, time: Option<Duration>) -> Result<(FromProcess, Frame), LoadError> {
         let (since, mut remark) = (Instant::now(), FIRST_REMARK);
-        while time.is_none()
+        while time.is_none_or(|time| remark < time)
             && !is_readable(&self.started.model_channel, remark.saturating_sub(since.elapsed()))
         {
-            let seconds = remark.as_secs();
-            tracing::info!(model = self.model, seconds, "the Python process is still {doing}");
+            let (model, seconds) = (self.model, remark.as_secs());
+            // A person who waits for a command sees warnings only.
+            match remark > FIRST_REMARK {
+                true => tracing::warn!(model, seconds, "the Python process is still {doing}"),
+                false => tracing::info!(model, seconds, "the Python process is still {doing}"),
+            }
             remark *= 2;
         }
+        let left = time.map(|time| time.saturating_sub(since.elapsed()));
         let answer =
-            read_frame(&self.started.model_channel, time).and_then(|frame| Ok((frame.header()?, frame)));
+            read_frame(&self.started.model_channel, left).and_then(|frame| Ok((frame.header()?, frame)));
         let (answer, frame) =
             answer.map_err(|error| match time.filter(|_| error.kind() == io::ErrorKind::TimedOut) {
                 Some(time) => {
@@ -165,7 +178,7 @@ impl<'a> Loading<'a> {
                 }
                 None => self.lost(&error),
             })?;
-        let Answer::Failed(Failure { kind, message, .. }) = answer else { return Ok((answer, frame)) };
+        let FromProcess::Failed(Failure { kind, message, .. }) = answer else { return Ok((answer, frame)) };
         Err(match kind {
             FailureKind::Operator => self.refused(message),
             _ => LoadError::Process { model: self.model.to_owned(), reason: message },
@@ -175,13 +188,13 @@ impl<'a> Loading<'a> {
     /// Sends the first frame, and reads what the class is.
     fn describe(
         &self,
-        start: &messages::Start<'_>,
+        start: &messages::StartHeader<'_>,
         time: Option<Duration>,
     ) -> Result<Description, LoadError> {
-        write_frame(&self.started.model_channel, &Request::Start(start), &[])
+        write_frame(&self.started.model_channel, &ToProcess::Start(start), &[])
             .map_err(|error| self.lost(&error))?;
         let description = match self.next("importing its module", time)? {
-            (Answer::Described(description), _) => *description,
+            (FromProcess::Described(description), _) => *description,
             _ => return Err(self.refused("its process has not described the class first".to_owned())),
         };
         let urls = &description.urls;
@@ -226,14 +239,14 @@ pub fn load(
 ) -> Result<Foreign<PythonProcessor, Batches, PythonStreams>, LoadError> {
     let Assignment { device, slot, worker, threads, pool, .. } = assignment;
     let loading = Loading::begin(pool, device, *threads, pool.batch.timeout)?;
-    let place = Place { device, slot, worker, threads: *threads };
-    let description = loading.describe(&start_frame("serve", pool, spec, place)?, None)?;
+    let worker = LoadingWorker { device, slot, name: worker, threads: *threads };
+    let description = loading.describe(&start_frame("serve", pool, spec, worker)?, None)?;
     let (probe, mut frame) = match loading.next("loading the model", None)? {
-        (Answer::Ready { probe }, frame) => (probe, frame),
+        (FromProcess::Ready { probe }, frame) => (probe, frame),
         _ => return Err(loading.refused("its process has sent something else than `ready`".to_owned())),
     };
     let body = frame.body();
-    let probe = probe.map(|Probe { url, content_type }| {
+    let probe = probe.map(|ProbeHeader { url, content_type }| {
         let mut properties = Properties { content_type: Some(content_type), ..Properties::default() };
         properties.headers.insert("url".to_owned(), url.into());
         Message { properties, body }
@@ -273,8 +286,8 @@ pub fn describe(pool: &Pool, spec: &LoadSpec) -> Result<Described, LoadError> {
 
 /// As [`describe`], within this time.
 pub(super) fn describe_within(pool: &Pool, spec: &LoadSpec, time: Duration) -> Result<Described, LoadError> {
-    let place = Place { device: "cpu", slot: "check-config/0", worker: "check-config", threads: 1 };
-    let start = start_frame("describe", pool, spec, place)?;
+    let worker = LoadingWorker { device: "cpu", slot: "check-config/0", name: "check-config", threads: 1 };
+    let start = start_frame("describe", pool, spec, worker)?;
     let loading = Loading::begin(pool, "cpu", 1, time)?;
     let described = loading.describe(&start, Some(time));
     loading.started.process.give_up("it is described");

@@ -11,9 +11,9 @@ pub(super) const VERSION: u32 = 1;
 /// From the worker. `drop` has the ids of tasks that the process must forget.
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-pub(super) enum Request<'a> {
+pub(super) enum ToProcess<'a> {
     /// The first frame on the model channel.
-    Start(&'a Start<'a>),
+    Start(&'a StartHeader<'a>),
     /// On the side channel: make the inputs of a task, whose body is the buffer.
     Prepare { task: u64, url: &'a str, content_type: &'a str, headers: Map<String, Value>, drop: &'a [u64] },
     /// On the side channel: write the reply of a task.
@@ -33,7 +33,7 @@ pub(super) type Range = (u64, u32, u32);
 
 /// What is to be loaded, and where. Of `module` and `file`, one is given.
 #[derive(Serialize)]
-pub(super) struct Start<'a> {
+pub(super) struct StartHeader<'a> {
     pub(super) version: u32,
     pub(super) mode: &'a str,
     pub(super) module: Option<&'a str>,
@@ -57,11 +57,11 @@ pub(super) struct Start<'a> {
 /// From the process. Bodies are the buffers. Fields that this version does not know are ignored.
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-pub(super) enum Answer {
+pub(super) enum FromProcess {
     /// The class is imported.
     Described(Box<Description>),
     /// The model is loaded.
-    Ready { probe: Option<Probe> },
+    Ready { probe: Option<ProbeHeader> },
     /// The class cannot be imported or loaded, or a batch has failed.
     Failed(Failure),
     /// The inputs of a task are made.
@@ -120,7 +120,7 @@ pub(super) enum Work {
 
 /// The message that a model must be able to answer.
 #[derive(Deserialize)]
-pub(super) struct Probe {
+pub(super) struct ProbeHeader {
     pub(super) url: String,
     pub(super) content_type: String,
 }

@@ -19,13 +19,13 @@ const PER_SECOND: f64 = 50.0;
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The output of a process.
-pub(super) struct Output {
+pub(super) struct PrintedOutput {
     last_line: Arc<Mutex<String>>,
     /// Disconnected at the end of the output.
     end: Receiver<()>,
 }
 
-impl Output {
+impl PrintedOutput {
     /// Logs what comes out of `pipe`, on a thread of its own, until its end.
     ///
     /// # Errors
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn the_last_line_is_kept_also_if_it_is_not_logged() {
         let text = format!("{}\nValueError: no\n\n", "x\n".repeat(10_000));
-        let output = Output::log(io::Cursor::new(text)).unwrap();
+        let output = PrintedOutput::log(io::Cursor::new(text)).unwrap();
         assert_eq!(output.last_line(), "ValueError: no");
     }
 

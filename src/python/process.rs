@@ -20,8 +20,8 @@ use tokio::sync::oneshot;
 use super::descendants::memory_of_descendants;
 use super::environment;
 use super::frames::{Frame, read_frame, write_frame};
-use super::messages::{Answer, Request};
-use super::output::Output;
+use super::messages::{FromProcess, ToProcess};
+use super::output::PrintedOutput;
 use super::supervisor::SIGNALLED;
 use crate::config::Python;
 
@@ -46,7 +46,7 @@ pub(super) fn set_program(program: PathBuf) {
 }
 
 /// With what a process is started.
-pub(super) struct Start<'a> {
+pub(super) struct ProcessSettings<'a> {
     /// The pool's section `python`.
     pub(super) python: &'a Python,
     /// `cpu`, or the UUID of the GPU that it sees.
@@ -98,12 +98,12 @@ impl Process {
     ///
     /// # Errors
     /// The system cannot start a process or a thread. A missing interpreter is found later.
-    pub(super) fn start(start: &Start<'_>) -> io::Result<Started> {
+    pub(super) fn start(settings: &ProcessSettings<'_>) -> io::Result<Started> {
         let (model_channel, model_remote) = UnixStream::pair()?;
         let (side_channel, side_remote) = UnixStream::pair()?;
-        side_channel.set_write_timeout(Some(start.timeout))?;
+        side_channel.set_write_timeout(Some(settings.timeout))?;
         let (pipe, log) = io::pipe()?;
-        let Start { python, device, threads, timeout } = start;
+        let ProcessSettings { python, device, threads, timeout } = settings;
         // Not the program's path, since the file may have been replaced by a new version.
         let program = PROGRAM.get().cloned().unwrap_or_else(|| "/proc/self/exe".into());
         let child = Command::new(program)
@@ -129,7 +129,7 @@ impl Process {
             on_lost: Mutex::new(Some(on_lost)),
             memory: Arc::default(),
         });
-        let output = Output::log(pipe)?;
+        let output = PrintedOutput::log(pipe)?;
         let watched = process.clone();
         thread::Builder::new()
             .name("python-exit".into())
@@ -150,12 +150,12 @@ impl Process {
     }
 
     /// Waits until the process and all its descendants have ended.
-    fn wait_for_end(&self, mut supervisor: Child, output: &Output) {
+    fn wait_for_end(&self, mut supervisor: Child, output: &PrintedOutput) {
         let ended = supervisor.wait();
         let last_line = output.last_line();
         let mut told =
             if last_line.is_empty() { String::new() } else { format!("; its last line: {last_line}") };
-        let lacks_package = last_line.ends_with("No module named sconce_model");
+        let lacks_package = last_line.ends_with("No module named 'sconce_model'");
         if lacks_package {
             told += "; install sconce-client for this interpreter";
         }
@@ -226,7 +226,7 @@ impl Process {
         request: impl FnOnce(&'a [u64]) -> R,
         buffers: &[&[u8]],
         dropped: &'a mut Vec<u64>,
-    ) -> (Answer, Frame) {
+    ) -> (FromProcess, Frame) {
         let channel = self.side_channel.lock();
         *dropped = std::mem::take(&mut *self.dropped.lock());
         let answer = write_frame(&channel, &request(dropped), buffers)
@@ -265,7 +265,7 @@ impl Process {
             let dropped = std::mem::take(&mut *self.dropped.lock());
             // An error is found by the next request, or by the wait for the end.
             if !dropped.is_empty() {
-                let _ = write_frame(&channel, &Request::Drop { drop: &dropped }, &[]);
+                let _ = write_frame(&channel, &ToProcess::Drop { drop: &dropped }, &[]);
             }
         }
     }

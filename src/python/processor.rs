@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::messages::{Answer, Description, Prepared, Request, TemplateHeader};
+use super::messages::{Description, FromProcess, Prepared, TemplateHeader, ToProcess};
 use super::process::Process;
 use super::replies::{self, Template};
 use crate::model::{
@@ -14,6 +14,9 @@ use crate::model::{
 
 /// The longest body, in bytes, that takes about ten milliseconds at most to read.
 const MAX_USUAL_BODY: usize = 64 << 10;
+
+/// The content type of a text that a class yields.
+const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The CPU part of a class in Python.
 pub struct PythonProcessor {
@@ -106,16 +109,16 @@ impl Processor for PythonProcessor {
         let url = message.url().or(first.map(|route| route.url)).unwrap_or_default();
         let route = self.routes.iter().find(|route| route.url == url).or(first);
         let content_type = message.properties.content_type.as_deref();
-        let content_type =
-            content_type.or_else(|| route?.media_types.first().copied()).unwrap_or(crate::protocol::JSON);
+        let usual = || route?.media_types.first().copied().filter(|it| *it != Route::ANY_TYPE);
+        let content_type = content_type.or_else(usual).unwrap_or(crate::protocol::JSON);
         let (headers, mut dropped) = (replies::headers(message), Vec::new());
-        let request = |drop| Request::Prepare { task: id, url, content_type, headers, drop };
+        let request = |drop| ToProcess::Prepare { task: id, url, content_type, headers, drop };
         let (answer, frame) = self.process.ask("preparing a task", request, &[&message.body], &mut dropped);
         // From now on the process holds it, also if it has refused it.
         let held = Arc::new(Held { id, process: self.process.clone() });
         let prepared = match answer {
-            Answer::Prepared(prepared) if prepared.task == id => prepared,
-            Answer::Refused(failure) if failure.task == id => {
+            FromProcess::Prepared(prepared) if prepared.task == id => prepared,
+            FromProcess::Refused(failure) if failure.task == id => {
                 return Err(replies::task_error(failure, TaskErrorKind::Internal));
             }
             _ => return Err(self.broken("preparing a task", "an answer to something else")),
@@ -155,7 +158,12 @@ impl Processor for PythonProcessor {
     }
 
     fn parts(&self, _: &mut Context, _: usize, pieces: Vec<Body>) -> Vec<Body> {
-        pieces
+        let are_texts = |one: &Body, next: &Body| one.content_type == TEXT && next.content_type == TEXT;
+        let joined = |pieces: &[Body]| {
+            let bytes: Vec<&[u8]> = pieces.iter().map(|piece| &*piece.bytes).collect();
+            Some(Body::new(pieces.first()?.content_type.clone(), bytes.concat()))
+        };
+        pieces.chunk_by(are_texts).filter_map(joined).collect()
     }
 
     fn is_finish_slow(&self, context: &Context) -> bool {
@@ -176,11 +184,13 @@ impl Processor for PythonProcessor {
             return Ok(body);
         }
         let (id, mut dropped) = (held.id, Vec::new());
-        let request = |drop| Request::Finish { task: id, usage_tokens: tokens, drop };
+        let request = |drop| ToProcess::Finish { task: id, usage_tokens: tokens, drop };
         let (answer, mut frame) = self.process.ask("writing a reply", request, &[], &mut dropped);
         match answer {
-            Answer::Finished(reply) if reply.task == id => Ok(Body::new(reply.content_type, frame.body())),
-            Answer::Refused(failure) if failure.task == id => {
+            FromProcess::Finished(reply) if reply.task == id => {
+                Ok(Body::new(reply.content_type, frame.body()))
+            }
+            FromProcess::Refused(failure) if failure.task == id => {
                 Err(replies::task_error(failure, TaskErrorKind::Internal))
             }
             _ => Err(self.broken("writing a reply", "an answer to something else")),

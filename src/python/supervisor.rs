@@ -22,6 +22,10 @@ use crate::shutdown::ignore_stop_signals;
 /// The file descriptors of the two channels in the interpreter.
 const MODEL_CHANNEL: i32 = 3;
 const SIDE_CHANNEL: i32 = 4;
+/// What the interpreter runs. With `-m`, and until the first statement here, the current folder stands first on the path of
+/// modules: a file `queue.py` in it would take the place of Python's own module. Python before 3.11 has no flag against that.
+const PROGRAM: &str =
+    "import sys; sys.path[:1] = filter(None, sys.path[:1]); from sconce_model.__main__ import main; main()";
 /// The exit status for a signal is this number and that of the signal, as in a shell.
 pub(super) const SIGNALLED: i32 = 128;
 
@@ -71,7 +75,7 @@ fn start(executable: &str) -> io::Result<i32> {
     let supervisor = getpid();
     let mut command = Command::new(executable);
     command
-        .args(["-u", "-m", "sconce_model"])
+        .args(["-u", "-c", PROGRAM])
         // Set by `app::main` for the threads of this program.
         .env_remove("RUST_MIN_STACK")
         .stdin(Stdio::null())

@@ -11,7 +11,7 @@ use super::{describe, load};
 use crate::config::{self, Assignment};
 use crate::engine::{ForeignWork, StreamEvent, Streams};
 use crate::model::{
-    Forward, ForwardError, LoadError, LoadSpec, Message, Processor, TaskError, TaskErrorKind,
+    Body, Forward, ForwardError, LoadError, LoadSpec, Message, Processor, TaskError, TaskErrorKind,
 };
 
 const CLASSES: &str = r#"
@@ -32,6 +32,8 @@ class Counting(sconce_model.Model):
             raise
         if to == 0:
             await asyncio.sleep(60)
+        if to < 0:
+            time.sleep(60)
 
 class Stuck(sconce_model.Model):
     urls = ["/v1/embeddings"]
@@ -140,10 +142,48 @@ fn a_stream_gives_its_parts_and_ends_when_it_is_told() {
 }
 
 #[test]
-fn a_stream_that_is_silent_for_too_long_loses_the_process() {
-    let (Loaded { processor, work, mut lost, .. }, _folder) = loaded("Counting", Duration::from_secs(2));
+fn texts_that_wait_together_become_one_part_of_the_reply() {
+    let (Loaded { processor, .. }, _folder) = loaded("Counting", Duration::from_secs(30));
+    let (mut context, _) = processor.preprocess(&message(r#"{"to": 1}"#)).unwrap();
+    let text = |text: &'static str| Body::new("text/plain; charset=utf-8", text);
+    let pieces = vec![text("a"), text("b"), Body::json("{}"), Body::json("{}"), text("c")];
+    let parts = processor.parts(&mut context, 0, pieces);
+    let parts: Vec<_> = parts.iter().map(|part| std::str::from_utf8(&part.bytes).unwrap()).collect();
+    assert_eq!(parts, ["ab", "{}", "{}", "c"]);
+}
+
+#[test]
+fn a_stream_that_is_silent_for_too_long_ends_alone() {
+    let (Loaded { processor, work, mut lost, woken }, _folder) = loaded("Counting", Duration::from_secs(1));
     let ForeignWork::Streams(mut streams) = work else { panic!("it has streams") };
-    let input = prepared(&processor, r#"{"to": 0}"#).pop().unwrap();
+    let inputs = [r#"{"to": 1000000}"#, r#"{"to": 0}"#].map(|body| prepared(&processor, body).pop().unwrap());
+    for (id, input) in (1..).zip(&inputs) {
+        streams.start(id, input).unwrap();
+    }
+    let mut ended = None;
+    // The other one goes on for a while.
+    let mut pieces_afterwards = 0;
+    while pieces_afterwards < 10 {
+        for (id, event) in streams.take_events().unwrap_or_else(|error| panic!("{error}")) {
+            match event {
+                StreamEvent::Piece(_) if ended.is_some() => pieces_afterwards += 1,
+                StreamEvent::Piece(_) => {}
+                StreamEvent::Ended(output) => ended = Some((id, output.map(drop).unwrap_err())),
+            }
+        }
+        woken.recv_timeout(Duration::from_secs(30)).unwrap();
+    }
+    let (id, error) = ended.unwrap();
+    assert_eq!((id, error.kind), (2, TaskErrorKind::Fault));
+    assert!(error.message.contains("batch.timeout (1 s)"), "{error}");
+    assert!(lost.try_recv().is_err(), "the process lives");
+}
+
+#[test]
+fn a_stream_that_is_silent_and_does_not_end_when_it_is_told_loses_the_process() {
+    let (Loaded { processor, work, mut lost, .. }, _folder) = loaded("Counting", Duration::from_secs(1));
+    let ForeignWork::Streams(mut streams) = work else { panic!("it has streams") };
+    let input = prepared(&processor, r#"{"to": -1}"#).pop().unwrap();
     streams.start(1, &input).unwrap();
     let since = Instant::now();
     let error = loop {
@@ -153,9 +193,10 @@ fn a_stream_that_is_silent_for_too_long_loses_the_process() {
         }
         std::thread::sleep(Duration::from_millis(10));
     };
+    // The time-out, and the time to end.
     assert!(since.elapsed() >= Duration::from_secs(2), "{:?}", since.elapsed());
     let ForwardError::Device(reason) = error else { panic!("{error}") };
-    assert!(reason.contains("batch.timeout (2 s)"), "{reason}");
+    assert!(reason.contains("batch.timeout (1 s)"), "{reason}");
     assert_eq!(lost.try_recv().unwrap(), reason);
 }
 

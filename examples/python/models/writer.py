@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Optional
 
 import torch
@@ -26,6 +27,7 @@ class Writer(Model):
     class Options:
         model: str
         gguf_file: Optional[str] = None  # noqa: UP045 - Python 3.9 reads it
+        max_prompt: int = 4096  # tokens, without which one prompt could take all memory
         max_tokens: int = 1024
         concurrency: int = 4
 
@@ -33,15 +35,19 @@ class Writer(Model):
         files = {"gguf_file": options.gguf_file} if options.gguf_file else {}
         self.tokenizer = AutoTokenizer.from_pretrained(options.model, **files)
         network = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, dtype), **files)
-        self.network, self.device, self.most = network.to(device).eval(), device, options.max_tokens
+        self.network, self.device, self.options = network.to(device).eval(), device, options
+        # asyncio's own threads are few on a small host, and a stream that waits for one would count as silent.
+        self.threads = ThreadPoolExecutor(options.concurrency)
 
     async def stream(self, task: Task) -> AsyncIterator[Any]:
         prompt, most = task.field("prompt"), task.field("max_tokens", 16)
         if not isinstance(prompt, str) or not prompt:
             raise TaskError(400, "prompt must be a text", "prompt")
-        if type(most) is not int or not 1 <= most <= self.most:
-            raise TaskError(400, f"max_tokens must be from 1 to {self.most}", "max_tokens")
+        if type(most) is not int or not 1 <= most <= self.options.max_tokens:
+            raise TaskError(400, f"max_tokens must be from 1 to {self.options.max_tokens}", "max_tokens")
         ids = self.tokenizer(prompt, return_tensors="pt").to(self.device)
+        if (count := ids["input_ids"].shape[1]) > self.options.max_prompt:
+            raise TaskError(413, f"the prompt has {count} tokens; this pool takes {self.options.max_prompt}", "prompt")
         streamer = AsyncTextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         ended = threading.Event()
 
@@ -54,7 +60,7 @@ class Writer(Model):
                 written = self.network.generate(**ids, **rules, streamer=streamer)
             return "length" if written.shape[1] - ids["input_ids"].shape[1] == most else "stop"
 
-        running = asyncio.ensure_future(asyncio.to_thread(generate))
+        running = asyncio.get_running_loop().run_in_executor(self.threads, generate)
         # An error of `generate` ends the stream too, which would wait for the next token for ever.
         running.add_done_callback(lambda _: streamer.end())
         try:

@@ -1,4 +1,4 @@
-"""The process of a worker's model: `python -m sconce_model`, started by the worker, which speaks with it over two sockets. This
+"""The process of a worker's model: started by the worker, which calls `main` and speaks with it over two sockets. This
 holds the class, its inputs and its outputs, and nothing else: batches, tasks and replies are the worker's. The main thread
 computes batches or runs streams; a second one prepares and finishes tasks beside it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from . import _bodies
 from ._class import computed, find, finished, load, options_from, options_of, prepared, probe_of, routes, type_name
-from ._errors import ClassProblem, TaskError, last_line, place, short_traceback, told
+from ._errors import ClassProblem, TaskError, is_lasting, last_line, place, short_traceback, told
 from ._model import JSON, Body, Input, Model, Task, Worker
 from ._wire import VERSION, Channel, header, header_length, quit, written
 
@@ -226,8 +226,7 @@ def stage(channel: Channel, name: str) -> Iterator[None]:
         if not isinstance(error, ClassProblem):
             print(short_traceback(error), file=sys.stderr, flush=True)
             message = f"{name}: {last_line(error)}{place(error)}"
-        is_operators = isinstance(error, (ClassProblem, ImportError, SyntaxError))
-        channel.write(written("failed", kind="operator" if is_operators else "model", message=message))
+        channel.write(written("failed", kind="operator" if is_lasting(error) else "model", message=message))
         os._exit(1)
 
 

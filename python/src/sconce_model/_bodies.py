@@ -9,6 +9,7 @@ import numbers
 from array import array
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._errors import TaskError
@@ -138,5 +139,10 @@ def rows(outputs: Any) -> tuple[Any, list[bytes]]:
             outputs = outputs.detach().float().cpu().numpy()
         _check_array(outputs, 2)
         return int(outputs.shape[1]), [bytes(outputs.astype("<f4").tobytes())]
+    kinds = set(map(type, outputs))
+    if kinds <= {list, tuple}:
+        return [len(one) for one in outputs], [array("f", chain.from_iterable(outputs)).tobytes()]
+    if kinds <= {float, int}:
+        return 1, [array("f", outputs).tobytes()]
     every = [b"" if isinstance(output, Exception) else f32(output) for output in outputs]
     return [len(one) // 4 for one in every], every

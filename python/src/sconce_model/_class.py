@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import types
 import typing
@@ -28,6 +29,7 @@ METHODS = {
     "finish": ("task", "outputs"),
     "probe": (),
 }
+_MEDIA_TYPE = re.compile(r"[^*/\s]+/(\*|[^*/\s]+)|\*/\*")
 _LARGEST = 2**53
 _SIZES = f"it has 1 to {_LARGEST} tokens, and 0 to {_LARGEST} bytes"
 _GENERIC = {list, typing.Final, typing.Union, getattr(types, "UnionType", typing.Union)}
@@ -79,17 +81,17 @@ def checked(given: Any) -> type[Model]:
     model: type[Model] = getattr(given, "sconce_model", given)
     if not _is_model(model):
         raise ClassProblem(f"{given!r} is no subclass of sconce_model.Model, and no function with @one_pass")
-    name, served, known = model.__name__, routes(model), [*METHODS, "urls", "media_types", "Options", "worker"]
-    for own in {it for one in model.__mro__ if one is not Model and issubclass(one, Model) for it in vars(one)} - {*known}:
+    name, known, wrong = model.__name__, [*METHODS, "urls", "media_types", "Options", "worker"], []
+    for own in sorted({it for one in model.__mro__ if one is not Model and issubclass(one, Model) for it in vars(one)} - {*known}):
         if not own.startswith("_") and (close := difflib.get_close_matches(own, known, 1, 0.8)):
-            raise ClassProblem(f"{name}.{own} is unknown: did you mean {close[0]}? Begin names of your own with _")
-    for method in METHODS:
-        if hasattr(model, method):
-            _check_method(model, method)
+            wrong.append(f"{name}.{own} is unknown: did you mean {close[0]}? Begin names of your own with _")
+    wrong += [problem for method in METHODS if hasattr(model, method) and (problem := _method_problem(model, method))]
     try:
         inspect.signature(model).bind()
     except TypeError as error:
-        raise ClassProblem(f"{name}.__init__ must need no arguments, as options are given to load: {error}") from None
+        wrong.append(f"{name}.__init__ must need no arguments, as options are given to load: {error}")
+    _raise_all(wrong)
+    served = routes(model)
     kinds = [kind for kind in ("forward", "stream") if hasattr(model, kind)]
     if len(kinds) != 1:
         has = "both" if kinds else "neither"
@@ -102,19 +104,26 @@ def checked(given: Any) -> type[Model]:
     return model
 
 
-def _check_method(model: type[Model], name: str) -> None:
+def _raise_all(problems: list[str]) -> None:
+    """Raises one `ClassProblem` for all of them, if there are any: who mends one need not start again to learn the next."""
+    if problems:
+        raise ClassProblem("; ".join(problems))
+
+
+def _method_problem(model: type[Model], name: str) -> str | None:
     method, place = inspect.getattr_static(model, name), f"{model.__name__}.{name}"
     wanted = f"{name}({', '.join(('self', *METHODS[name]))})"
     if not inspect.isfunction(method):
-        raise ClassProblem(f"{place} must be a method: {wanted}")
+        return f"{place} must be a method: {wanted}"
     try:
         inspect.signature(method).bind(None, *METHODS[name])
     except TypeError as error:
-        raise ClassProblem(f"{place}{inspect.signature(method)} must be {wanted}: {error}") from None
+        return f"{place}{inspect.signature(method)} must be {wanted}: {error}"
     if name == "stream" and not inspect.isasyncgenfunction(method):
-        raise ClassProblem(f"{place} must be `async def`, with `yield`")
+        return f"{place} must be `async def`, with `yield`"
     if name != "stream" and (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)):
-        raise ClassProblem(f"{place} must be `def`, not `async def`; only stream is asynchronous")
+        return f"{place} must be `def`, not `async def`; only stream is asynchronous"
+    return None
 
 
 def routes(model: type[Model]) -> dict[str, list[str]]:
@@ -126,9 +135,15 @@ def routes(model: type[Model]) -> dict[str, list[str]]:
     if isinstance(types, Mapping) and (unknown := [url for url in types if url not in found]):
         raise ClassProblem(f"{name}.media_types has {unknown[0]!r}, which is not in {name}.urls")
     for these in found.values():
-        if isinstance(these, str) or not these or not all(isinstance(it, str) and "/" in it for it in these):
-            raise ClassProblem(f'{name}.media_types has {these!r}; it must be a list such as ["image/jpeg", "image/*"]')
+        if isinstance(these, str) or not these or not all(isinstance(it, str) and _MEDIA_TYPE.fullmatch(it) for it in these):
+            raise ClassProblem(f'{name}.media_types has {these!r}; it must be a list such as ["image/jpeg", "image/*"], or ["*/*"]')
     return {url: [it.lower() for it in these] for url, these in found.items()}
+
+
+def usual(model: type[Model]) -> tuple[str, str]:
+    """The URL and the content type of a task that names none."""
+    url, types = next(iter(routes(model).items()))
+    return url, JSON if types[0] == "*/*" else types[0]
 
 
 def options_of(model: type[Model]) -> dict[str, tuple[Any, Any]]:
@@ -153,17 +168,20 @@ def options_of(model: type[Model]) -> dict[str, tuple[Any, Any]]:
 def options_from(model: type[Model], given: Mapping[str, Any]) -> Any:
     """The options for `load`: an instance of the class's own `Options`.
     Raises `ClassProblem` for a value that is of another type, a name that is no option, or one that must be set."""
-    known, holder = options_of(model), object.__new__(model.Options)
+    known, holder, wrong = options_of(model), object.__new__(model.Options), []
     for name, value in given.items():
         if name not in known:
-            raise ClassProblem(f"options.{name} is no option of {model.__name__}; it has {', '.join(known) or 'none'}")
-        if not _is(value, known[name][0]):
-            raise ClassProblem(f"options.{name} is {value!r}; it must be of the type {type_name(known[name][0])}")
+            wrong.append(f"options.{name} is no option of {model.__name__}; it has {', '.join(known) or 'none'}")
+        elif not _is(value, known[name][0]):
+            wrong.append(f"options.{name} is {value!r}; it must be of the type {type_name(known[name][0])}")
     for name, (wanted, default) in known.items():
-        if (value := given.get(name, default)) is ...:
-            raise ClassProblem(f"options.{name} is not set; {model.__name__} needs it, of the type {type_name(wanted)}")
+        if name not in given and default is ...:
+            wrong.append(f"options.{name} is not set; {model.__name__} needs it, of the type {type_name(wanted)}")
+    _raise_all(wrong)
+    for name, (wanted, default) in known.items():
+        value = given.get(name, default)
         # As a number of Python's own, for whom it is one: a tensor of an int would be of ints.
-        setattr(holder, name, float(value) if known[name][0] is float else value)
+        setattr(holder, name, float(value) if wanted is float else value)
     if hasattr(model, "stream") and not 1 <= holder.concurrency <= 1024:  # type: ignore[attr-defined]
         raise ClassProblem("options.concurrency must be from 1 to 1024")
     return holder
@@ -220,8 +238,7 @@ def probe_of(model: Model) -> Task | None:
     """The class's own, as a task for the first of its URLs."""
     if not hasattr(model, "probe") or (given := model.probe()) is None:
         return None
-    url, types = next(iter(routes(type(model)).items()))
-    return given if isinstance(given, Task) else Task.of(given, url, types[0])
+    return given if isinstance(given, Task) else Task.of(given, *usual(type(model)))
 
 
 def prepared(model: Model, task: Task) -> list[Input]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from pathlib import Path
@@ -67,6 +68,17 @@ def told(error: BaseException) -> dict[str, Any]:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+_LASTING = (ClassProblem, ImportError, SyntaxError, TypeError, AttributeError, NameError, LookupError, AssertionError, NotImplementedError)
+"""Mistakes of the code. A library's ValueError, RuntimeError or OSError may pass: half a download, a busy card, a network."""
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether a model whose import or `load` has raised this error would do so at each start, until somebody mends it."""
+    # The hub's error for a network that is down is a `FileNotFoundError` too, but not the system's.
+    is_missing = isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT
+    return is_missing or isinstance(error, _LASTING)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

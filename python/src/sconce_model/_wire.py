@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 VERSION = 1
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _LONGEST_HEADER, _MOST_BUFFERS, _MOST_BYTES = 16 << 20, 65_536, 1 << 30
 
 
@@ -49,7 +50,7 @@ def written(type_: str, buffers: Sequence[bytes] = (), **fields: Any) -> bytes:
     if len(sizes) > _MOST_BUFFERS or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"{len(sizes)} buffers of {sum(sizes)} bytes are more than the worker takes")
     # An error may quote half a surrogate pair, which is no JSON: the worker gets a question mark.
-    head = json.dumps({"type": type_, **fields, "buffers": sizes}, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+    head = _to_json({"type": type_, **fields, "buffers": sizes}).encode(errors="replace")
     return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 

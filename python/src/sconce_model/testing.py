@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from ._class import computed, finished, load, options_from, prepared, probe_of, routes
+from ._class import computed, finished, load, options_from, prepared, probe_of, usual
 from ._errors import TaskError
 from ._model import Body, Input, Model, Task
 
@@ -55,8 +55,7 @@ def run(
     if probe := probe_of(model):  # which a worker computes before it takes work
         [reply] = _answers(model, [probe], options, batch)
         reply.raise_error()
-    url, types = next(iter(routes(type(model)).items()))
-    return _answers(model, [it if isinstance(it, Task) else Task.of(it, url, types[0]) for it in tasks], options, batch)
+    return _answers(model, [it if isinstance(it, Task) else Task.of(it, *usual(type(model))) for it in tasks], options, batch)
 
 
 def _answers(model: Model, every: list[Task], options: Mapping[str, Any] | None, batch: int) -> list[Reply]:

@@ -27,9 +27,11 @@ pub struct Provenance {
 /// The model and the settings that produced the replies of one pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct PoolProvenance {
-    /// The model's name as in replies. For a folder, this is the last component of its path.
+    /// The model's name as in replies. For a folder, this is the last component of its path. Of a class in Python, also the
+    /// name of its module or file.
     model: String,
-    /// The digest of the model's files; none for a registered model, because only its code knows its files.
+    /// The digest of the model's files, or of the file of a class in Python; none for a registered model, because only its
+    /// code knows its files.
     weights: Option<String>,
     settings: ReplySettings,
 }
@@ -156,14 +158,16 @@ impl PoolProvenance {
         options.retain(|name, _| !CAPACITY_OPTIONS.contains(&name.as_str()));
         let model = Some(ModelSettings { task: pool.task.clone(), options });
         let settings = ReplySettings { dtype, max_inputs, max_body, served_names, model };
-        Self { model: model_name(&pool.model).to_owned(), weights, settings }
+        let class = pool.python_class().map(|class| class.to_string());
+        let model = class.unwrap_or_else(|| model_name(&pool.model).to_owned());
+        Self { model, weights, settings }
     }
 
     /// The properties that must not change between runs; none for one that an older record does not tell.
     fn properties(&self) -> [Option<Property>; 6] {
         let ReplySettings { dtype, max_inputs, max_body, served_names, model } = &self.settings;
         let weights = self.weights.as_ref();
-        let digest = weights.map(|sha256| format!(" (weights sha256 {sha256:.12})")).unwrap_or_default();
+        let digest = weights.map(|sha256| format!(" (files sha256 {sha256:.12})")).unwrap_or_default();
         let plain = |shown: String| Some(Property { shown, digest: None });
         [
             Some(Property { shown: format!("model {:?}{digest}", self.model), digest: weights.cloned() }),
@@ -236,10 +240,10 @@ mod tests {
         let cases: [(Alter, &str, &str); 8] = [
             (
                 |it| it.pools[0].model = "b".into(),
-                "model \"a\" (weights sha256 fedcba987654)",
-                "model \"b\" (weights sha256 fedcba987654)",
+                "model \"a\" (files sha256 fedcba987654)",
+                "model \"b\" (files sha256 fedcba987654)",
             ),
-            (|it| it.pools[0].weights = None, "model \"a\" (weights sha256 fedcba987654)", "model \"a\""),
+            (|it| it.pools[0].weights = None, "model \"a\" (files sha256 fedcba987654)", "model \"a\""),
             (
                 |it| it.input.sha256 = "f".repeat(64),
                 "an input of 3 lines (90 bytes, sha256 0123456789ab)",

@@ -14,7 +14,7 @@ use crate::model::{
 };
 
 /// A network whose inputs decide what happens to the batch: 0 fails, 1 breaks the device, 2 runs out of memory unless
-/// it is alone, and 3 panics. Every other input is its own output. Calls are recorded in `log`.
+/// it is alone, 3 panics, and 4 runs out of memory also if it is alone. Every other input is its own output. Calls are recorded in `log`.
 struct Scripted {
     log: Arc<Mutex<Vec<String>>>,
     asynchronous: bool,
@@ -56,7 +56,7 @@ impl Forward for Scripted {
     fn submit(&mut self, inputs: &[&u32]) -> Result<Vec<u32>, ForwardError> {
         let inputs: Vec<u32> = inputs.iter().map(|input| **input).collect();
         self.record("submit", &inputs);
-        if inputs.len() > 1 && inputs.contains(&2) {
+        if (inputs.len() > 1 && inputs.contains(&2)) || inputs.contains(&4) {
             return Err(ForwardError::OutOfMemory("full".into()));
         }
         Ok(inputs)
@@ -254,6 +254,19 @@ fn a_batch_out_of_memory_is_halved_after_the_one_before_it() {
         [4, 1, 1],
         "each half is reported when it is done: the next may end the process"
     );
+}
+
+#[test]
+fn later_batches_are_smaller_only_if_the_memory_is_too_small_for_a_batch_and_not_for_one_input() {
+    for (first, second) in [([10, 4, 11, 12], "submit [20, 21, 22, 23]"), ([4, 4, 4, 4], "submit [20]")] {
+        let mut rig = Rig::after(false, &[&first, NEXT]);
+        let calls = rig.calls();
+        assert!(calls.contains(&second.to_owned()), "{first:?}: {calls:?}");
+        let kinds: Vec<_> =
+            rig.answers().into_iter().map(|answer| answer.unwrap().err().map(|it| it.kind)).collect();
+        let expected = first.iter().chain(NEXT).map(|it| (*it == 4).then_some(TaskErrorKind::OutOfMemory));
+        assert_eq!(kinds, expected.collect::<Vec<_>>());
+    }
 }
 
 #[test]

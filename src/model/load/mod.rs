@@ -60,6 +60,15 @@ pub fn widened_types(spec: &LoadSpec) -> Option<String> {
     gguf::Gguf::read(&ModelFiles::on_this_host(&spec.source)?.gguf()?).ok()?.widened_types()
 }
 
+/// The digest of one file: SHA-256 over its name, its size and its bytes, as of [`ModelFiles::digest`].
+///
+/// # Errors
+/// [`LoadError::File`] if it cannot be read.
+pub fn digest_of_file(file: &Path) -> Result<String, LoadError> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    digest::of(&BTreeMap::from([(name, file.to_owned())]))
+}
+
 /// Checks all numbers in the model's files, once its results are known not to be finite: then neither the device nor the
 /// number format is at fault. Reads every file, and is therefore not called for a model that works. A model that is not
 /// loaded from files of this host passes.

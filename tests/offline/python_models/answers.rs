@@ -23,6 +23,26 @@ fn a_class_in_a_file_answers_each_text_in_its_place() {
 }
 
 #[test]
+fn an_output_is_continued_by_the_same_file_and_class_alone() {
+    let rig = Rig::new(&[line("r-0", json!({"input": "a"}))]);
+    let code = TINY.replace("class Tiny", "class Other(sconce_model.Model):\n    urls = []\n\nclass Tiny");
+    let ended = start(&rig, &code, "Tiny", &[]).wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let ended = start(&rig, &code, "Tiny", &[]).wait();
+    assert!(ended.stderr.contains("all 1 lines are answered already"), "{}", ended.stderr);
+    for (code, class) in [(code.clone(), "Other"), (format!("{code}# changed"), "Tiny")] {
+        let ended = start(&rig, &code, class, &[]).wait();
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        for words in [
+            "made with model \"python:tiny_class.py:Tiny\" (files sha256 ",
+            &format!("this run has model \"python:tiny_class.py:{class}\" (files sha256 "),
+        ] {
+            assert!(ended.stderr.contains(words), "{words}: {}", ended.stderr);
+        }
+    }
+}
+
+#[test]
 fn all_inputs_of_a_task_are_computed_together_and_options_reach_the_class() {
     let code = r#"
 import sconce_model
@@ -93,6 +113,33 @@ class Words(sconce_model.Model):
     assert_eq!((&error(1)["message"], &error(1)["param"]), (&json!("there is no word"), &json!("text")));
     assert!(error(2)["message"].as_str().unwrap().contains("a mistake of the class"), "{}", answers[2]);
     assert!(answers[3].to_string().contains("plain"), "{}", answers[3]);
+}
+
+#[test]
+fn a_class_may_take_bodies_of_every_media_type() {
+    let code = r#"
+import sconce_model
+
+class Any(sconce_model.Model):
+    urls = ["/any"]
+    media_types = ["*/*"]
+
+    def preprocess(self, task):
+        return [sconce_model.Input(f"{task.content_type} of {len(task.body)} bytes")]
+
+    def forward(self, batch):
+        return [one.value for one in batch]
+
+    def finish(self, task, outputs):
+        return {"body": outputs[0]}
+"#;
+    let row = |body| json!({"custom_id": "r", "method": "POST", "url": "/any", "body": body}).to_string();
+    let rig = Rig::new(&[row(json!({})), row(json!("data:image/png;base64,ZmlsZQ=="))]);
+    let ended = start(&rig, code, "Any", &[]).wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let bodies: Vec<_> =
+        rig.answers().iter().map(|answer| answer["response"]["body"]["body"].clone()).collect();
+    assert_eq!(bodies, ["application/json of 2 bytes", "image/png of 4 bytes"]);
 }
 
 #[test]

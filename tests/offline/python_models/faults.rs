@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::processes::{children, lives};
 use super::rig::{Rig, eventually, line};
-use super::runs::{TINY, answers_of, command, pools_of, run_of, start, statuses};
+use super::runs::{TINY, answers_of, pools_of, run_of, start, statuses};
 
 /// Eight texts, the fourth with this one.
 fn with(bad: &str) -> [&str; 8] {
@@ -73,12 +73,10 @@ fn a_gigabyte_of_output_is_left_out_of_the_log_and_out_of_the_frames() {
 }
 
 #[test]
-fn an_import_that_takes_longer_than_a_batch_may_is_waited_for_and_the_log_says_so() {
-    let code = TINY.replace("HERE = ", "time.sleep(5)\nHERE = ");
+fn an_import_that_takes_longer_than_a_batch_may_is_waited_for_and_the_run_says_so() {
+    let code = TINY.replace("HERE = ", "time.sleep(9)\nHERE = ");
     let rig = Rig::new(&[line("r-0", json!({"input": "a"}))]);
-    let mut command = command(&rig, &code, "Tiny", &["--set", "pool[0].batch.timeout=1s"]);
-    command.env("SCONCE_LOG", "info");
-    let ended = rig.start_command(command).wait();
+    let ended = start(&rig, &code, "Tiny", &["--set", "pool[0].batch.timeout=1s"]).wait();
     assert_eq!((ended.code, statuses(&rig.answers())), (Some(0), vec![200]), "{}", ended.stderr);
     assert!(ended.stderr.contains("still importing its module"), "{}", ended.stderr);
 }

@@ -110,10 +110,8 @@ fn other_weights_of_the_same_name_are_refused_and_a_copied_folder_is_not() {
     let mut bytes = fs::read(&trained).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&trained, bytes).unwrap();
-    let words = [
-        "made with model \"tiny-bert-cls\" (weights sha256 ",
-        "has model \"tiny-bert-cls\" (weights sha256 ",
-    ];
+    let words =
+        ["made with model \"tiny-bert-cls\" (files sha256 ", "has model \"tiny-bert-cls\" (files sha256 "];
     assert_refused(&rig, || run(trained.parent().unwrap()), &words);
 }
 
