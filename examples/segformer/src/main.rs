@@ -6,7 +6,7 @@
 use std::io::Cursor;
 use std::process::ExitCode;
 
-use candle_core::{DType, Device, Module as _, Result as CandleResult, Tensor};
+use candle_core::{DType, Device, Module as _, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::ops::softmax_last_dim;
 use candle_transformers::models::segformer::{Config, ImageClassificationModel};
@@ -83,13 +83,11 @@ impl Forward for Segformer {
     type Pending = Vec<Result<Vec<f32>, TaskError>>;
 
     fn submit(&mut self, images: &[&Vec<f32>]) -> Result<Self::Pending, ForwardError> {
-        let probabilities = || -> CandleResult<_> {
-            let shape = (images.len(), 3, SIDE, SIDE);
-            let numbers = images.iter().flat_map(|numbers| numbers.iter().copied()).collect();
-            let logits = self.network.forward(&Tensor::from_vec(numbers, shape, &self.device)?)?;
-            softmax_last_dim(&logits)?.to_vec2()
-        };
-        Ok(probabilities().map_err(|error| ForwardError::from(&error))?.into_iter().map(Ok).collect())
+        let shape = (images.len(), 3, SIDE, SIDE);
+        let numbers = images.iter().flat_map(|numbers| numbers.iter().copied()).collect();
+        let logits = self.network.forward(&Tensor::from_vec(numbers, shape, &self.device)?)?;
+        let probabilities: Vec<Vec<f32>> = softmax_last_dim(&logits)?.to_vec2()?;
+        Ok(probabilities.into_iter().map(Ok).collect())
     }
 
     fn wait(&mut self, pending: Self::Pending) -> Result<Self::Pending, ForwardError> {

@@ -18,6 +18,7 @@ use opentelemetry_sdk::trace::{
 use parking_lot::Mutex;
 
 use super::{Flush, MAX_LINKS};
+use crate::telemetry::Throttle;
 
 /// Maximum number of finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
 const QUEUE_SIZE: usize = 4_096;
@@ -76,7 +77,7 @@ fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBu
     let url = format!("{}/v1/traces", endpoint.trim_end_matches('/'));
     let exporter = opentelemetry_otlp::SpanExporter::builder()
         .with_http()
-        .with_http_client(BlockingClient { agent, last_logged: Mutex::default() })
+        .with_http_client(BlockingClient { agent, losses: Mutex::default() })
         .with_protocol(Protocol::HttpBinary)
         .with_timeout(EXPORT_TIMEOUT)
         .with_endpoint(&url)
@@ -132,15 +133,13 @@ fn resource(worker: &str) -> Resource {
 #[derive(Debug)]
 struct BlockingClient {
     agent: ureq::Agent,
-    /// When the loss of spans was last logged. It is logged here because the exporter does not log the reason.
-    last_logged: Mutex<Option<Instant>>,
+    /// Limits how often the loss of spans is logged. It is logged here because the exporter does not log the reason.
+    losses: Mutex<Throttle>,
 }
 
 impl BlockingClient {
     fn log_lost_spans(&self, collector: &str, error: &str) {
-        let mut last_logged = self.last_logged.lock();
-        if last_logged.is_none_or(|at| at.elapsed() >= LOG_INTERVAL) {
-            *last_logged = Some(Instant::now());
+        if self.losses.lock().pass(LOG_INTERVAL, Instant::now()).is_some() {
             tracing::warn!(collector, error, "spans are lost; tasks do not wait for them");
         }
     }

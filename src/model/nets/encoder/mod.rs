@@ -32,7 +32,7 @@ use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::pooling::{Mode, Pooling};
-use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError};
 
 /// A network for texts on one device.
 pub struct TextNetwork {
@@ -245,11 +245,10 @@ impl Forward for TextNetwork {
         #[cfg(feature = "cuda")]
         if let (Some(gpu), Some(pooling), Body::Encoder(encoder)) = (&mut self.gpu, &self.pooling, &self.body)
         {
-            let submitted = gpu.submit(encoder, pooling, inputs, lengths.clone());
-            let submitted = submitted.map_err(|error| device::forward_error(&error))?;
+            let submitted = gpu.submit(encoder, pooling, inputs, lengths.clone())?;
             return Ok(Pending::OnGpu(submitted, lengths));
         }
-        let vectors = self.vectors(inputs, &lengths).map_err(|error| device::forward_error(&error))?;
+        let vectors = self.vectors(inputs, &lengths)?;
         Ok(Pending::Outputs(self.outputs(vectors, &lengths)))
     }
 
@@ -261,8 +260,7 @@ impl Forward for TextNetwork {
                 let (Some(gpu), Some(pooling)) = (&mut self.gpu, &self.pooling) else {
                     return Ok(Vec::new());
                 };
-                let vectors = gpu.finish(submitted, pooling);
-                let vectors = vectors.map_err(|error| device::forward_error(&error))?;
+                let vectors = gpu.finish(submitted, pooling)?;
                 Ok(self.outputs(vectors, &lengths))
             }
         }

@@ -13,7 +13,7 @@ use super::fitness::{self, Compared};
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels, multiply_rows};
-use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError};
 
 type Loaded<T> = Result<T, LoadError>;
 
@@ -173,7 +173,7 @@ impl Forward for ImageNetwork {
     type Pending = Vec<Result<Vec<f32>, TaskError>>;
 
     fn submit(&mut self, inputs: &[&Pixels]) -> Result<Self::Pending, ForwardError> {
-        let vectors = self.vectors(inputs).map_err(|error| device::forward_error(&error))?;
+        let vectors = self.vectors(inputs)?;
         let labels = self.labels.bias.len();
         let mut numbers = vec![0.0; inputs.len() * labels];
         multiply_rows(&vectors, &self.labels.weights, &mut numbers, |_, block| {

@@ -117,7 +117,7 @@ impl Reader<'_> {
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[hidden]);
         let no_bias = self.weights.checked(name, self.weights.zeros(&[hidden]))?;
         let norm = NormParams::new(&no_bias, &get("weight")?, &get("bias")?, self.config.layer_norm_eps);
-        Ok(self.weights.checked(name, norm)?)
+        self.weights.checked(name, norm)
     }
 
     fn block(&self, index: usize) -> Loaded<Block> {
@@ -140,9 +140,7 @@ impl Reader<'_> {
         let (position_terms, format) = (PositionTerms::default(), self.weights.matrix_format());
         let attention_weights =
             AttentionWeights { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, format };
-        let epilogue = |name: &str| {
-            Ok::<_, LoadError>(self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?))?)
-        };
+        let epilogue = |name: &str| self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?));
         let attention = SelfAttention::new(attention_weights, epilogue(out)?);
         let input =
             InputWeights { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, format };

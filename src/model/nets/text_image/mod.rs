@@ -17,7 +17,7 @@ use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::nets::image::Sides;
 use crate::model::ops::pooling::normalize;
-use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError};
 
 type Loaded<T> = Result<T, LoadError>;
 
@@ -238,7 +238,7 @@ impl Forward for TextImageNetwork {
     type Pending = Vec<Result<Vec<f32>, TaskError>>;
 
     fn submit(&mut self, inputs: &[&TextOrImage]) -> Result<Self::Pending, ForwardError> {
-        let vectors = self.vectors(inputs).map_err(|error| device::forward_error(&error))?;
+        let vectors = self.vectors(inputs)?;
         let checked = |mut vector: Vec<f32>| {
             normalize(&mut vector);
             match vector.iter().find(|number| !number.is_finite()) {
