@@ -248,5 +248,7 @@ async fn commands_publish_to_the_queue_that_they_name_and_metrics_count_by_queue
         let name = format!(r#"sconce_queue_tasks_total{{{slot},queue="{queue}"}}"#);
         metric_becomes(&admin, &name, count).await;
     }
+    let dead_letters = format!("sconce_queue_messages{{queue={:?},kind=\"dead_letter\"}}", settings.dead);
+    metric_becomes(&admin, &dead_letters, 0.0).await;
     assert_eq!(sconce.stop().await, 0);
 }
