@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::support::client::{Client, Task};
 use crate::support::processes::lives;
-use crate::support::rabbit::{Conf, Rabbit};
+use crate::support::rabbit::Rabbit;
 use crate::support::raw_amqp::{LARGEST_TABLE, nested, publish_to};
 use crate::support::sconce::{OnTerminal, Sconce, Settings};
 use crate::support::wait::until;
@@ -207,7 +207,7 @@ async fn where_nobody_answers_or_nothing_is_there_ctl_says_so() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn control_needs_write_permission_and_topic_permissions_say_over_whom() {
-    let rabbit = Rabbit::private();
+    let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).controlled();
     let sconce = Sconce::launched(&settings).await;
     sconce.wait_for_log("listening").await;
@@ -215,9 +215,9 @@ async fn control_needs_write_permission_and_topic_permissions_say_over_whom() {
     let viewer = settings.clone().over(rabbit.url_for("viewer:pw", "/"));
     let (code, _, log) = ctl(&viewer, &["ping"]).await;
     assert!(code == 78 && log.contains("403"), "{code} {log}");
-    rabbit.ctl(&["set_permissions", "-p", "/", "viewer", "^$", ".*", ".*"]);
+    rabbit.set_permissions("viewer", ["^$", ".*", ".*"]);
     let pool = format!("^pool\\.{}$", settings.name);
-    rabbit.ctl(&["set_topic_permissions", "-p", "/", "viewer", settings.control(), &pool, ".*"]);
+    rabbit.set_topic_permissions("viewer", settings.control(), [&pool, ".*"]);
     let (code, answers, log) = ctl(&viewer, &["ping", "--pool", &settings.name]).await;
     assert_eq!((code, answers.len()), (0, 1), "{log}");
     let (code, _, log) = ctl(&viewer, &["shutdown", "--all"]).await;
@@ -227,7 +227,7 @@ async fn control_needs_write_permission_and_topic_permissions_say_over_whom() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn after_an_outage_launchers_listen_again_and_the_metrics_have_shown_it() {
-    let rabbit = Rabbit::private_with(Conf::default());
+    let rabbit = Rabbit::private();
     let settings = Settings::echo(rabbit.url()).controlled();
     let sconce = Sconce::launched(&settings).await;
     sconce.wait_for_log("listening").await;
@@ -246,7 +246,7 @@ async fn after_an_outage_launchers_listen_again_and_the_metrics_have_shown_it() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_permissions_that_operating_md_names_are_enough_for_remote_control() {
-    let rabbit = Rabbit::private();
+    let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).controlled();
     let own = format!("{}(\\..*)?", settings.name);
     let configure = format!("^({own}|amq\\.gen.*)$");
@@ -273,11 +273,11 @@ async fn a_request_whose_headers_nest_deeply_kills_no_launcher() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tasks_are_worked_on_without_the_permission_to_make_the_exchange() {
-    let rabbit = Rabbit::private();
+    let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).controlled();
     let configure = format!("^{}\\.(tasks|replies|dead|tasks\\..*)$", settings.name);
-    rabbit.add_user("worker", "pw", [&configure, ".*", ".*"]);
-    let settings = settings.over(rabbit.url_for("worker:pw", "/"));
+    rabbit.add_user("uncontrolled", "pw", [&configure, ".*", ".*"]);
+    let settings = settings.over(rabbit.url_for("uncontrolled:pw", "/"));
     let sconce = Sconce::launched(&settings).await;
     sconce.wait_for_log("no remote control").await;
     let client = Client::connect(&rabbit.url()).await;

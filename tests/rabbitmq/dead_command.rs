@@ -8,6 +8,7 @@ use nix::sys::signal::Signal;
 use sconce::broker::amqp::{DeadLetterBrowser, NearLimit};
 use serde_json::{Value, json};
 
+use crate::amqp_rig::declare_queues;
 use crate::support::client::{Client, Received, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
@@ -21,7 +22,7 @@ fn echo() -> Settings {
 /// A pool whose queues have been made, without a worker.
 async fn idle_pool() -> (Settings, Client) {
     let settings = echo();
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    declare_queues(&settings, 20).await;
     (settings, Client::connect(&Rabbit::shared().url()).await)
 }
 
@@ -156,8 +157,8 @@ async fn a_task_is_requeued_as_its_producer_sent_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_brokers_dead_letter_is_listed_with_its_reason_and_begins_anew() {
-    let settings = echo().set("broker.delivery_limit", 1);
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    let settings = echo();
+    declare_queues(&settings, 1).await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     client.publish(&settings.tasks, Task::new(json!({"input": "p"})).id("p").header("mine", "kept")).await;
     for _ in 0..2 {

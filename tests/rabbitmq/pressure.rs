@@ -91,10 +91,7 @@ async fn beside_a_slow_worker_a_fast_one_does_all_but_the_slow_ones_prefetch() {
 
 /// The prefetch that the broker knows of the queue's only consumer.
 fn prefetch_at(rabbit: &Rabbit, queue: &str) -> u32 {
-    let listed = rabbit.ctl(&["list_consumers", "--no-table-headers", "queue_name", "prefetch_count"]);
-    let rows: Vec<_> = listed.lines().filter_map(|line| line.split_once('\t')).collect();
-    let mut own = rows.iter().filter(|(name, _)| *name == queue);
-    own.next().map_or(0, |(_, prefetch)| prefetch.trim().parse().expect("a number"))
+    rabbit.only_consumer(queue).map_or(0, |(_, prefetch)| prefetch)
 }
 
 #[tokio::test(flavor = "multi_thread")]
