@@ -60,7 +60,7 @@ fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
             let status = fs::read_to_string(format!("/proc/{guard}/status")).ok()?;
             let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
             let ignored = u64::from_str_radix(ignored.trim(), 16).ok()?;
-            (ignored & 1 << (Signal::SIGTERM as u32 - 1) != 0).then_some(())
+            (ignored & (1 << (Signal::SIGTERM as u32 - 1)) != 0).then_some(())
         });
         // As a service manager, a terminal or `killall` may.
         for ended_by in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
