@@ -34,6 +34,9 @@ pub(crate) enum Reaction {
     Nothing,
 }
 
+/// What workers make of a message that is published: it is accepted or not, and they may deliver replies to it.
+type Workers = Arc<dyn Fn(&Memory, &Message) -> Published + Send + Sync>;
+
 /// Waits for what must come. Panics if it does not come within 100,000 seconds of paused time.
 pub(crate) async fn in_time<T>(wait: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(100_000), wait).await.expect("it comes")
@@ -59,6 +62,8 @@ struct State {
     settled: Vec<Settled>,
     published: Vec<(String, Message)>,
     queues: HashMap<String, Reaction>,
+    /// Decides in the place of `queues`, if it is set.
+    workers: Option<Workers>,
     /// What `queue_state` returns for a queue, where it does not follow from how the queue reacts.
     queue_states: HashMap<String, Option<QueueState>>,
     prefetch: Vec<u16>,
@@ -120,6 +125,11 @@ impl Memory {
     /// Sets how a queue reacts to messages from now on.
     pub(crate) fn set_reaction(&self, name: &str, reaction: Reaction) {
         self.0.state.lock().queues.insert(name.to_owned(), reaction);
+    }
+
+    /// Sets what workers make of messages from now on.
+    pub(crate) fn set_workers(&self, workers: impl Fn(&Self, &Message) -> Published + Send + Sync + 'static) {
+        self.0.state.lock().workers = Some(Arc::new(workers));
     }
 
     /// Sets what `queue_state` returns for the queue.
@@ -190,8 +200,11 @@ impl Memory {
 
     /// Handles a message that is published to a queue. Retry queues of a queue have the name `<queue>, later`.
     async fn accept(&self, queue: &str, message: &Message) -> Published {
-        let reaction = self.0.state.lock().record(queue, message);
+        let (reaction, workers) = self.0.state.lock().record(queue, message);
         self.0.changed.notify_waiters();
+        if let Some(workers) = workers {
+            return workers(self, message);
+        }
         match reaction {
             Reaction::Answer(published) => published,
             Reaction::AnswerAfter(time, published) => {
@@ -210,13 +223,13 @@ impl Memory {
 }
 
 impl State {
-    /// Records a message, unless its queue does not exist. Returns the reaction of the queue.
-    fn record(&mut self, queue: &str, message: &Message) -> Reaction {
+    /// Records a message, unless its queue does not exist. Returns the reaction of the queue, and the workers.
+    fn record(&mut self, queue: &str, message: &Message) -> (Reaction, Option<Workers>) {
         let reaction = self.queues.get(queue).cloned().unwrap_or(Reaction::Answer(Published::Confirmed));
         if !matches!(reaction, Reaction::Answer(Published::Unroutable)) {
             self.published.push((queue.to_owned(), message.clone()));
         }
-        reaction
+        (reaction, self.workers.clone())
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream;
 use tokio::sync::mpsc;
@@ -9,6 +10,7 @@ use tokio::sync::mpsc;
 use super::*;
 use crate::broker::memory::Memory;
 use crate::broker::{Delay, DeliveryTag, PublishFuture};
+use crate::protocol::reply::PART;
 
 /// Answers each task at once.
 struct Broker {
@@ -151,4 +153,47 @@ async fn a_reply_that_does_not_come_ends_the_run_with_what_is_missing() {
         matches!(ended, Err(ClientError::NoReply { missing: 3, published: 43, .. })),
         "no more than the bound is under way: {ended:?}"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn parts_are_passed_on_before_their_reply_and_are_no_replies() {
+    /// What arrives of each task, in order.
+    #[derive(Default)]
+    struct Arrivals(Vec<(u64, &'static str)>);
+
+    impl Sink<u64, ClientError> for Arrivals {
+        fn part(&mut self, number: u64, _: &Message) -> Result<(), ClientError> {
+            self.0.push((number, "part"));
+            Ok(())
+        }
+
+        fn answered(
+            &mut self,
+            number: u64,
+            _: u64,
+            _: Option<Message>,
+            _: Instant,
+        ) -> Result<(), ClientError> {
+            self.0.push((number, "reply"));
+            Ok(())
+        }
+    }
+
+    let memory = Memory::default();
+    memory.set_workers(|memory, task| {
+        let kinds = [PART, PART, "reply"].map(|kind| Some(kind.to_owned()));
+        let properties = kinds.map(|kind| Properties { kind, ..task.properties.clone() });
+        memory.deliver(properties.map(|properties| Message { properties, body: Bytes::new() }));
+        Published::Confirmed
+    });
+    let request = || TaskMessage::new(String::new(), None, String::new().into());
+    let tasks = stream::iter((0..9).map(|meta| Ok(ClientTask { meta, message: Some(request()) })));
+    let bounds =
+        Bounds { max_tasks: 3, timeout: Some(Duration::from_secs(60)), in_order: false, resend: None };
+    let mut arrivals = Arrivals::default();
+    let mut client = Client::over(memory.open(), "tasks", "replies");
+    let ended = client.run(0, tasks, &bounds, &mut arrivals).await;
+    assert!(ended.is_ok(), "{ended:?}");
+    let expected = (0..9).flat_map(|number| ["part", "part", "reply"].map(|what| (number, what)));
+    assert_eq!(arrivals.0, expected.collect::<Vec<_>>());
 }

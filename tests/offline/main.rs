@@ -11,7 +11,9 @@ mod launcher;
 mod python_models;
 mod run_batch;
 mod settings;
+mod silent;
 mod start;
+mod without_broker;
 
 // One suite over every broker: what `sconce::broker` promises, each promise a case in `cases`, each broker a `Rig`.
 // RabbitMQ's rig is in the crate `rabbitmq`, which has a node.

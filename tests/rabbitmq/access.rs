@@ -40,7 +40,8 @@ async fn the_error_of_a_wrong_password_names_the_broker_and_not_the_password() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_virtual_host_ends_with_an_error_that_names_it() {
     let rabbit = Rabbit::shared();
-    rabbit.ctl(&["add_user", "stranger", "s3cret"]);
+    rabbit
+        .eval("ok = rabbit_auth_backend_internal:add_user(<<\"stranger\">>, <<\"s3cret\">>, <<\"test\">>).");
     let address = rabbit.address().to_string();
     refused(rabbit.url_for("guest:guest", "nowhere"), &[&address, "nowhere", "530"]).await;
     refused(rabbit.url_for("stranger:s3cret", "/"), &[&address, "stranger", "530"]).await;

@@ -47,7 +47,7 @@ async fn under_a_memory_alarm_no_unanswered_task_is_acked_and_none_is_lost() {
     let producing = tokio::spawn(produce(producer, settings.tasks.clone(), enough.clone(), count.clone()));
     until("some replies", || async { client.look(&settings.replies).await.filter(|(ready, _)| *ready > 2) })
         .await;
-    rabbit.ctl(&["set_vm_memory_high_watermark", "0.0000001"]);
+    rabbit.set_memory_watermark(0.000_000_1);
     sconce.wait_for_log("takes no messages for now").await;
     enough.store(true, Ordering::Relaxed);
     // The block itself is what lasts here: there is no event to wait for.
@@ -63,7 +63,7 @@ async fn under_a_memory_alarm_no_unanswered_task_is_acked_and_none_is_lost() {
     );
     assert_eq!(sconce.logged("no confirm"), 0, "{}", sconce.log());
     assert_eq!(sconce.logged("lost the broker"), 0, "{}", sconce.log());
-    rabbit.ctl(&["set_vm_memory_high_watermark", "0.4"]);
+    rabbit.set_memory_watermark(0.4);
     bounded("the producer ends", producing).await.expect("no panic");
     let tasks = count.load(Ordering::Relaxed) as usize;
     let mut replies = client.inbox(&settings.replies).await;

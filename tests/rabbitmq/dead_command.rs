@@ -8,6 +8,7 @@ use nix::sys::signal::Signal;
 use sconce::broker::amqp::{DeadLetterBrowser, NearLimit};
 use serde_json::{Value, json};
 
+use crate::amqp_rig::declare_queues;
 use crate::support::client::{Client, Received, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
@@ -21,7 +22,7 @@ fn echo() -> Settings {
 /// A pool whose queues have been made, without a worker.
 async fn idle_pool() -> (Settings, Client) {
     let settings = echo();
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    declare_queues(&settings, 20).await;
     (settings, Client::connect(&Rabbit::shared().url()).await)
 }
 
@@ -110,28 +111,6 @@ async fn a_queue_loses_what_is_requeued_or_deleted_and_gets_the_rest_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_list_is_narrowed_by_reason_and_age_and_ends_with_a_count() {
-    let (settings, client) = idle_pool().await;
-    let timeless = Task::new(json!({})).id("timeless");
-    let [new, odd, old] = [("new", "poison", 60), ("odd", "attempts", 50), ("old", "poison", 7_200)]
-        .map(|(id, reason, ago)| dead_letter(id, reason, ago));
-    client.publish_all(&settings.dead, [timeless, new, odd, old]).await;
-    for (filters, wanted) in [
-        ("", vec!["old", "new", "odd", "timeless"]),
-        ("--reason attempts --reason unknown", vec!["odd", "timeless"]),
-        ("--newer-than 1d --older-than 90s", vec!["old"]),
-        ("--reason unroutable", vec![]),
-    ] {
-        assert_eq!(listed(&settings, filters).await, wanted, "{filters}");
-    }
-    let (_, said) = dead(&settings, "list").await;
-    let line = said.lines().find(|line| line.starts_with("old")).unwrap_or_default();
-    assert!(line.contains("2h00m") && line.contains("host/pool/0") && line.ends_with("it broke"), "{said}");
-    let count = format!("4 dead letters in {}: 1 attempts, 2 poison, 1 unknown", settings.dead);
-    assert!(said.contains(&count) && !said.contains("assumed"), "{said}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_dead_letter_is_shown_whole_by_the_id_of_its_task_or_its_own() {
     let (settings, client) = idle_pool().await;
     let named = dead_letter("t", "poison", 60).header("mine", "kept");
@@ -178,8 +157,8 @@ async fn a_task_is_requeued_as_its_producer_sent_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_brokers_dead_letter_is_listed_with_its_reason_and_begins_anew() {
-    let settings = echo().set("broker.delivery_limit", 1);
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    let settings = echo();
+    declare_queues(&settings, 1).await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     client.publish(&settings.tasks, Task::new(json!({"input": "p"})).id("p").header("mine", "kept")).await;
     for _ in 0..2 {
@@ -303,8 +282,7 @@ async fn a_queues_delivery_limit_loses_nothing_however_often_it_is_read() {
         assert_eq!(read(browser(&settings).await).await.len(), 40);
     }
     let rabbit = Rabbit::shared();
-    rabbit.ctl(&["add_user", "keeper", "pw"]);
-    rabbit.ctl(&["set_permissions", "-p", "/", "keeper", ".*", "^nothing$", ".*"]);
+    rabbit.add_user("keeper", "pw", [".*", "^nothing$", ".*"]);
     let keeper = settings.clone().over(rabbit.url_for("keeper:pw", "/"));
     let parts = ["40 dead letters in", "amq.default", "cannot be known: 20 is assumed"];
     dead_says(&keeper, "list", 1, &parts).await;

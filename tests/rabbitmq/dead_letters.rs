@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::json;
 
+use crate::amqp_rig::declare_queues;
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
@@ -43,9 +44,8 @@ async fn of_200_pipelined_replies_exactly_those_to_a_missing_queue_are_parked() 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_expired_message_is_not_dead_lettered_one_over_the_delivery_limit_is() {
     let rabbit = Rabbit::shared();
-    // The queue as the worker declares it, then no worker to consume it.
-    let settings = Settings::echo(rabbit.url()).set("broker.delivery_limit", 1);
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    let settings = Settings::echo(rabbit.url());
+    declare_queues(&settings, 1).await;
     let client = Client::connect(&rabbit.url()).await;
     let expiring = |task: Task| task.with(|properties| properties.with_expiration("1".into()));
     client.publish_all(&settings.tasks, (0..3).map(|_| expiring(Task::new(json!({}))))).await;

@@ -1,12 +1,9 @@
-//! Files that tasks name by their URLs: from folders and servers, beside tasks of other requesters.
+//! Files that tasks name by their URLs, from folders and servers.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-
-use serde_json::json;
 
 use super::tls::certificates;
 use crate::support::client::{Client, Received, Task};
@@ -140,64 +137,4 @@ async fn files_are_fetched_from_folders_and_servers_that_the_settings_admit() {
         assert_eq!(reply.status_code(), status, "{url}: {}", reply.body);
         assert_eq!(sconce.stop().await, 0);
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_busy_is_tried_again_later() {
-    let rabbit = Rabbit::shared();
-    let requests = Arc::new(AtomicUsize::new(0));
-    let count = requests.clone();
-    let port = plain(move |_, stream| match count.fetch_add(1, Ordering::SeqCst) {
-        0 | 1 => write!(stream, "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"),
-        _ => ok(BODY, stream),
-    });
-    let sources = format!(r#"[{{url = "http://127.0.0.1:{port}/", private = true}}]"#);
-    let settings = Settings::echo(rabbit.url())
-        .set("pool[0].allowed_sources", sources)
-        .set("pool[0].retry.delay", "100ms");
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&rabbit.url()).await;
-    let mut replies = client.inbox(&settings.replies).await;
-    client.publish(&settings.tasks, named(&format!("http://127.0.0.1:{port}/a"))).await;
-    let reply = replies.next().await;
-    assert_eq!((input(&reply), reply.header("attempt").as_str()), (&json!("fetched"), "3"));
-    assert_eq!(requests.load(Ordering::SeqCst), 3);
-    assert_eq!(sconce.stop().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_task_that_expires_while_its_file_comes_leaves_its_place_and_its_connection() {
-    let rabbit = Rabbit::shared();
-    let closed = Arc::new(AtomicUsize::new(0));
-    let count = closed.clone();
-    let hanging = serve(move |mut stream| {
-        exchange(&mut stream, &|_, stream| {
-            write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nx")
-        });
-        // Returns once the connection is closed.
-        let _ = stream.read_to_end(&mut Vec::new());
-        count.fetch_add(1, Ordering::SeqCst);
-    });
-    let good = plain(|_, stream| ok(BODY, stream));
-    let sources =
-        [hanging, good].map(|port| format!(r#"{{url = "http://127.0.0.1:{port}/", private = true}}"#));
-    let settings = Settings::echo(rabbit.url())
-        .set("pool[0].allowed_sources", format!("[{}]", sources.join(", ")))
-        .set("pool[0].fetch.at_once", 1)
-        .set("pool[0].fetch.timeout", "5m")
-        .set("pool[0].fetch.min_rate", "0B");
-    let sconce = Sconce::launched(&settings).await;
-    let client = Client::connect(&rabbit.url()).await;
-    let mut replies = client.inbox(&settings.replies).await;
-    let expiring =
-        named(&format!("http://127.0.0.1:{hanging}/a")).with(|it| it.with_expiration("2000".into()));
-    client.publish(&settings.tasks, expiring).await;
-    assert_eq!(replies.next().await.status_code(), 408);
-    client.publish(&settings.tasks, named(&format!("http://127.0.0.1:{good}/a"))).await;
-    assert_eq!(input(&replies.next().await), "fetched", "the only place is free");
-    crate::wait::until("the connection is closed", || async {
-        (closed.load(Ordering::SeqCst) == 1).then_some(())
-    })
-    .await;
-    assert_eq!(sconce.stop().await, 0);
 }

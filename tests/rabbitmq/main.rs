@@ -44,7 +44,6 @@ mod sequences;
 mod settling;
 mod several_queues;
 mod shutdown;
-mod silent;
 mod start_page;
 mod strict;
 mod submit;

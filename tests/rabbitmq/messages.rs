@@ -1,8 +1,7 @@
-//! Tasks and replies on the wire: where a reply goes, which types its headers have, what `sconce publish` says. The
-//! contract of messages, to the letter, is in `src/worker/tests/messages.rs`.
+//! Tasks and replies on the wire: where a reply goes, and what `sconce publish` says. The contract of messages, to the
+//! letter, is in `src/worker/tests/messages.rs`.
 
-use lapin::types::AMQPValue;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::path::{Path, PathBuf};
 
 use crate::support::client::{Client, Task};
@@ -33,35 +32,6 @@ pub async fn busy_with(sconce: &Sconce, client: &Client, settings: &Settings, ta
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn direct_reply_to_works() {
-    use futures_util::StreamExt;
-    let settings = Settings::echo(Rabbit::shared().url());
-    let (_sconce, client, _inbox) = serve(&settings).await;
-    let channel = client.channel().await;
-    let options = lapin::options::BasicConsumeOptions { no_ack: true, ..Default::default() };
-    let direct = "amq.rabbitmq.reply-to";
-    let consumer = channel.basic_consume(direct.into(), "".into(), options, Default::default()).await;
-    let mut consumer = consumer.expect("a consumer");
-    let task = Task::new(json!({"input": "direct"})).id("d").reply_to(direct);
-    #[expect(clippy::disallowed_methods, reason = "direct replies come to the channel that asked")]
-    let sent = channel
-        .basic_publish(
-            "".into(),
-            settings.tasks.as_str().into(),
-            Default::default(),
-            &task.body,
-            task.properties,
-        )
-        .await;
-    sent.expect("an open channel");
-    let reply = crate::support::wait::bounded("a direct reply", consumer.next()).await;
-    let reply = reply.expect("an open channel").expect("a delivery");
-    let body: Value = serde_json::from_slice(&reply.data).expect("JSON");
-    assert_eq!(body["input"], "direct");
-    assert_eq!(reply.properties.correlation_id().as_ref().map(|it| it.as_str()), Some("d"));
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn without_any_reply_queue_a_task_is_computed_and_acked() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].reply_queue", "\"\"");
     let sconce = Sconce::launched(&settings).await;
@@ -74,20 +44,6 @@ async fn without_any_reply_queue_a_task_is_computed_and_acked() {
     client.ready_becomes(&settings.tasks, 0).await;
     assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
     assert_eq!(client.look(&settings.replies).await, None, "nobody asked for that queue");
-}
-
-/// For the exact field types of a header, beside what `Received` makes of them.
-#[tokio::test(flavor = "multi_thread")]
-async fn numbers_in_headers_are_numbers_on_the_wire() {
-    let settings = Settings::echo(Rabbit::shared().url());
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, Task::new(json!({"input": 1}))).await;
-    let reply = inbox.next().await;
-    let table = reply.properties.headers().clone().unwrap_or_default();
-    let value = |name: &str| table.inner().get(name).cloned();
-    assert_eq!(value("status_code"), Some(AMQPValue::LongInt(200)));
-    assert!(matches!(value("compute_us"), Some(AMQPValue::LongInt(_))), "pika cuts doubles");
-    assert!(matches!(value("status"), Some(AMQPValue::LongString(_))));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,34 +1,14 @@
-//! A broker that is not there yet, or goes away and comes back.
+//! A broker that goes away and comes back. One that is not there yet is in `sentinels`, and one that never comes in
+//! `tests/offline/without_broker.rs`.
 
 use std::collections::BTreeSet;
 
 use serde_json::json;
 
-use super::plumbing::answers;
 use crate::support::client::{Client, Task};
-use crate::support::rabbit::{Conf, Rabbit};
+use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
 use crate::support::wait::until;
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_broker_absent_at_the_start_is_waited_for() {
-    let rabbit = Rabbit::stopped(Conf::default());
-    let settings = Settings::echo(rabbit.url());
-    let sconce = Sconce::launch(&settings);
-    sconce.wait_for_log("no broker; trying again").await;
-    tokio::task::block_in_place(|| rabbit.start());
-    sconce.consumes(1).await;
-    answers(sconce, &rabbit, &settings).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_broker_absent_for_too_long_ends_the_worker_with_its_own_code() {
-    let rabbit = Rabbit::stopped(Conf::default());
-    let settings = Settings::echo(rabbit.url()).set("broker.give_up_after", "2s");
-    let mut worker = Sconce::run(&settings, &["worker"]);
-    assert_eq!(worker.exit_code().await, 81, "{}", worker.log());
-    assert!(worker.log().contains(&rabbit.address().to_string()), "{}", worker.log());
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn once_a_killed_broker_is_back_queued_tasks_are_answered_not_acked_ones() {

@@ -92,11 +92,7 @@ async fn beside_a_slow_worker_a_fast_one_does_all_but_the_slow_ones_prefetch() {
 
 /// The prefetch that the broker knows of the queue's only consumer.
 fn prefetch_at(rabbit: &Rabbit, queue: &str) -> u32 {
-    let prefetch = rabbit.eval(&format!(
-        "lists:sum([proplists:get_value(prefetch_count, C) || C <- rabbit_amqqueue:consumers_all(<<\"/\">>), \
-         element(4, proplists:get_value(queue_name, C)) =:= <<\"{queue}\">>])."
-    ));
-    prefetch.parse().expect("a number")
+    rabbit.only_consumer(queue).map_or(0, |(_, prefetch)| prefetch)
 }
 
 #[tokio::test(flavor = "multi_thread")]

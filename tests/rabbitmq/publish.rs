@@ -40,19 +40,7 @@ async fn a_text_for_a_pool_that_generates_is_a_chat_and_can_be_streamed() {
     let mut refused = Sconce::run(&settings, &["publish", "--stream", "--url", "/v1/embeddings", "a"]);
     assert_eq!(refused.exit_code().await, 87, "{}", refused.log());
     assert!(refused.log().contains("\"status_code\":404"), "{}", refused.log());
-    assert_eq!(sconce.stop().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn an_argument_for_a_pool_of_images_is_a_file() {
-    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", fixture("tiny-vit"));
-    let sconce = Sconce::launched(&settings).await;
-    let said = printed(&settings, &["publish", "--wait", &fixture("images/exif-2.jpg")]).await;
-    let reply = said.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()).expect("a reply");
-    assert_eq!(reply["status_code"], json!(200), "{said}");
-    let mut text = Sconce::run(&settings, &["publish", "--wait", "no-such-cat.jpg"]);
-    assert_eq!(text.exit_code().await, 64, "{}", text.log());
-    assert!(text.log().contains("no-such-cat.jpg"), "{}", text.log());
+    refused.wait_for_log("1 of 1 tasks were answered with an error").await;
     assert_eq!(sconce.stop().await, 0);
 }
 
@@ -68,37 +56,16 @@ async fn the_ending_of_a_file_decides_the_format_of_its_result() {
     assert!(written.starts_with("WEBVTT"), "{written}");
     printed(&settings, &["publish", "--output", &path("subs"), "--format", "vtt", &recording, &other]).await;
     assert!(Path::new(&path("subs/short.vtt")).exists() && Path::new(&path("subs/reading.vtt")).exists());
-    // Without a format, the reply decides the ending, and its file is looked for before anything is published.
+    // Without a format, the reply decides the ending.
     std::fs::create_dir(path("json")).expect("a folder");
     printed(&settings, &["publish", "--output", &path("json"), &recording]).await;
     assert!(Path::new(&path("json/short.json")).exists());
-    let mut again = Sconce::run(&settings, &["publish", "--output", &path("json"), &recording]);
-    assert_eq!(again.exit_code().await, 64, "{}", again.log());
-    assert!(again.log().contains("short.json exists already"), "{}", again.log());
     let output = path("german.json");
     let german = ["--field", "language=de", "--field", "response_format=verbose_json"];
     let arguments = [&["publish", "--output", &output, &recording], &german[..]].concat();
     printed(&settings, &arguments).await;
     let reply = std::fs::read_to_string(path("german.json")).expect("a transcript");
     assert!(reply.contains("\"language\":\"de\""), "{reply}");
-    let lines = |ids: &[&str]| {
-        let body = json!({"file_url": "data:audio/wav;base64,UklGRg=="});
-        let lines: String =
-            ids.iter().map(|id| format!("{}\n", json!({"custom_id": id, "body": body}))).collect();
-        std::fs::write(path("lines"), lines).expect("lines");
-    };
-    for (ids, words) in
-        [(["a.srt", "a.srt"], "another task has the same name"), (["a.srt", "b.png"], "b.png")]
-    {
-        lines(&ids);
-        let mut refused =
-            Sconce::run(&settings, &["publish", "-i", &path("lines"), "--output", &path("ids")]);
-        assert_eq!(refused.exit_code().await, 64, "{}", refused.log());
-        assert!(refused.log().contains(words), "{}", refused.log());
-        assert!(!Path::new(&path("ids")).exists(), "a refused command leaves no folder");
-    }
-    let mut refused = Sconce::run(&settings, &["publish", "--output", &path("c.jpg"), &recording]);
-    assert_eq!(refused.exit_code().await, 64, "{}", refused.log());
     assert_eq!(sconce.stop().await, 0);
 }
 
@@ -130,11 +97,11 @@ async fn ctl_ends_soon_after_the_answers_or_gathers_for_its_timeout() {
         begun.elapsed()
     };
     let mut times = Vec::new();
-    for _ in 0..5 {
+    // The shortest time counts, because the machine may be busy with other tests.
+    while times.len() < 5 && times.last().is_none_or(|time| *time >= Duration::from_secs(1)) {
         times.push(took(&[]).await);
     }
-    // The shortest time counts, because the machine may be busy with other tests.
-    assert!(times.iter().min() < Some(&Duration::from_secs(1)), "{times:?}");
+    assert!(times.last() < Some(&Duration::from_secs(1)), "{times:?}");
     assert!(took(&["--timeout", "2s"]).await >= Duration::from_secs(2));
     assert_eq!(sconce.stop().await, 0);
 }

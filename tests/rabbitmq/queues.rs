@@ -84,7 +84,7 @@ async fn a_stream_as_the_task_queue_is_refused_at_the_start_or_at_its_first_deli
     ] {
         let mut settings = Settings::echo(url.clone());
         if !declare {
-            assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+            crate::amqp_rig::declare_queues(&settings, 20).await;
             client.delete(&settings.tasks).await;
             settings = settings.set("broker.declare", false);
         }

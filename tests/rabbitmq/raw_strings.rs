@@ -134,7 +134,7 @@ async fn a_type_or_header_name_that_is_not_utf_8_is_refused_and_its_dead_letter_
 #[tokio::test(flavor = "multi_thread")]
 async fn the_commands_read_dead_letters_with_any_bytes_and_requeue_them_as_they_were() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].name", "pool");
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    crate::amqp_rig::declare_queues(&settings, 20).await;
     let own = format!("{}.own", settings.replies);
     Raw::connect(Rabbit::shared().address()).declare(own.as_bytes());
     let ids = |key: &str| {

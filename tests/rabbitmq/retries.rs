@@ -5,7 +5,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use super::messages::{busy_with, serve};
-use crate::support::client::{Client, Task};
+use crate::support::client::Task;
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, signal};
 
@@ -29,21 +29,6 @@ async fn a_task_that_waits_for_a_retry_blocks_no_other_and_outlives_its_worker()
     let reply = inbox.next().await;
     assert_eq!((reply.correlation_id.as_str(), reply.status_code()), ("once", 200));
     assert_eq!(reply.header("attempt"), "2");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn where_nothing_was_declared_to_wait_in_the_first_attempt_is_the_last() {
-    let settings = settings();
-    let client = Client::connect(&Rabbit::shared().url()).await;
-    for queue in [&settings.tasks, &settings.replies, &settings.dead] {
-        client.declare(queue, &[]).await;
-    }
-    let settings = settings.set("broker.declare", false);
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, failing("once")).await;
-    let reply = inbox.next().await;
-    assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (500, "1"));
-    assert!(reply.body["error"]["message"].as_str().is_some_and(|it| it.contains("no queue to wait in")));
 }
 
 #[tokio::test(flavor = "multi_thread")]

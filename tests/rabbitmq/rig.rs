@@ -18,6 +18,7 @@ use crate::rig::{CEILING, Link, Rig};
 use crate::support::client::Client;
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::Rabbit;
+use crate::support::sconce::Settings;
 use crate::support::wait::bounded;
 
 /// The queues that `broker.declare = true` makes.
@@ -50,6 +51,18 @@ pub fn connector(url: String) -> Connector {
         tls: Tls { ca_file: None, cert_file: None, key_file: None },
     };
     Connector::new(settings, "conformance")
+}
+
+/// Makes the queues of a pool on the shared node, as a worker of these settings does.
+pub async fn declare_queues(settings: &Settings, delivery_limit: u32) {
+    let topology = Topology {
+        consumed: vec![Consumed { name: settings.tasks.clone(), has_retries: true }],
+        reply_queue: Some(settings.replies.clone()),
+        dead_letter_queue: settings.dead.clone(),
+        delivery_limit,
+        retry_ceilings: Vec::new(),
+    };
+    declare(&connector(Rabbit::shared().url()), &topology).await.expect("queues");
 }
 
 fn fresh_name() -> String {

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use serde_json::json;
 
 use super::admin::metrics;
-use super::messages::minilm;
 use crate::support::client::{Client, Inbox, Received, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
@@ -27,7 +26,8 @@ async fn ask(client: &Client, inbox: &mut Inbox, queue: &str, task: Task) -> Rec
 
 #[tokio::test(flavor = "multi_thread")]
 async fn three_pools_under_one_launcher_answer_each_its_own() {
-    let mut settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", minilm().display());
+    let mut settings =
+        Settings::echo(Rabbit::shared().url()).set("pool[0].model", fixture("tiny-bert-cls").display());
     let rerank = settings.beside("rerank", fixture("score-xlm-roberta").display());
     let labels = settings.beside("labels", fixture("score-roberta").display());
     let images = settings.beside("images", fixture("tiny-vit").display());
@@ -36,7 +36,7 @@ async fn three_pools_under_one_launcher_answer_each_its_own() {
     let client = Client::connect(&Rabbit::shared().url()).await;
     let mut inbox = client.inbox(&settings.replies).await;
     let reply = ask(&client, &mut inbox, &settings.tasks, Task::new(json!({"input": "a"}))).await;
-    assert_eq!(reply.body["data"][0]["embedding"].as_array().map(Vec::len), Some(384));
+    assert_eq!(reply.body["data"][0]["embedding"].as_array().map(Vec::len), Some(32));
     let body = json!({"query": "q", "documents": ["a", "b"]});
     let reply = ask(&client, &mut inbox, &rerank, Task::new(body)).await;
     assert_eq!(reply.body["results"].as_array().map(Vec::len), Some(2), "{reply:?}");

@@ -3,13 +3,11 @@
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use super::messages::{busy_with, serve};
+use super::messages::serve;
 use super::plumbing::answers;
 use crate::support::client::{Client, Task};
-use crate::support::processes::lives;
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, signal};
-use crate::support::wait::until;
 
 fn settings(workers: usize) -> Settings {
     let devices = vec!["\"cpu\""; workers].join(", ");
@@ -56,42 +54,6 @@ async fn each_sentinel_stops_a_busy_worker_the_launcher_exits_0_with_the_last() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_busy_worker_keeps_one_sentinel_and_hands_the_others_on_at_once() {
-    let settings = settings(1);
-    let (mut first, client, mut inbox) = serve(&settings).await;
-    let gate = busy_with(&first, &client, &settings, slow(1, 0)).await;
-    client.publish_all(&settings.tasks, (0..3).map(|_| Task::sentinel())).await;
-    let workers = first.workers();
-    client.ready_becomes(&settings.tasks, 2).await;
-    assert!(lives(workers[0]), "before its batch ends");
-    gate.open();
-    assert_eq!(first.exit_code().await, 0);
-    assert_eq!(inbox.next().await.correlation_id, "1");
-    client.becomes(&settings.tasks, (2, 0)).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_is_behind_a_sentinel_stays_in_the_queue_in_its_order() {
-    let settings = settings(1);
-    let client = Client::connect(&Rabbit::shared().url()).await;
-    make_queue(&client, &settings).await;
-    let kinds = [slow(1, 50), Task::sentinel(), slow(2, 0), Task::sentinel(), slow(3, 0)];
-    client.publish_all(&settings.tasks, kinds).await;
-    let mut sconce = Sconce::launch(&settings);
-    let mut inbox = client.inbox(&settings.replies).await;
-    assert_eq!(sconce.exit_code().await, 0);
-    assert_eq!(inbox.next().await.correlation_id, "1");
-    client.becomes(&settings.tasks, (3, 0)).await;
-    let mut order = Vec::new();
-    for _ in 0..3 {
-        let returned = client.get(&settings.tasks).await;
-        order.push(if returned.kind.is_empty() { returned.correlation_id } else { returned.kind });
-    }
-    assert_eq!(order, ["2", "control.shutdown", "3"]);
-    assert_eq!(client.look(&settings.replies).await, Some((0, 1)));
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn the_sentinel_of_a_killed_worker_stops_one_worker_all_the_same() {
     let settings = settings(2);
     let (sconce, client, mut inbox) = serve(&settings).await;
@@ -128,43 +90,6 @@ fn pid_of_slot(sconce: &Sconce, slot: &str) -> u32 {
     let line = log.lines().rfind(is_spawn).expect("a spawn");
     let pid = line.split("pid=").nth(1).and_then(|rest| rest.split_whitespace().next());
     pid.and_then(|pid| pid.parse().ok()).expect("a process id")
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_worker_stopped_on_request_stays_away_and_a_killed_one_comes_back() {
-    let settings = settings(2);
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    consumers(&client, &settings, 2).await;
-    client.publish(&settings.tasks, Task::sentinel()).await;
-    let left = sconce.wait_for_workers(1).await;
-    signal(left[0], Signal::SIGKILL);
-    until("another process in the killed one's slot", || async {
-        let workers = sconce.workers();
-        (workers.len() == 1 && workers != left).then_some(())
-    })
-    .await;
-    client.publish(&settings.tasks, slow(5, 0)).await;
-    assert_eq!(inbox.next().await.correlation_id, "5");
-    assert_eq!(sconce.workers().len(), 1);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn an_expired_sentinel_stops_nobody_and_is_no_dead_letter() {
-    let settings = settings(1);
-    let client = Client::connect(&Rabbit::shared().url()).await;
-    // First a service makes the queues, with their dead-letter backstop.
-    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
-    client.publish(&settings.tasks, Task::sentinel().with(|it| it.with_expiration("50".into()))).await;
-    client.publish(&settings.tasks, Task::sentinel().header("expires", "2020-01-01T00:00:00Z")).await;
-    // Only the second is still there.
-    client.ready_becomes(&settings.tasks, 1).await;
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    client.publish(&settings.tasks, slow(1, 0)).await;
-    assert_eq!(inbox.next().await.correlation_id, "1");
-    assert_eq!(sconce.workers().len(), 1);
-    client.ready_becomes(&settings.tasks, 0).await;
-    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
-    assert_eq!(sconce.stop().await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -274,7 +199,7 @@ async fn a_launcher_that_starts_before_its_broker_obeys_no_withdrawn_sentinel() 
     let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", id]);
     assert_eq!(withdraw.exit_code().await, 0, "{}", withdraw.log());
     // As in `outage`: a queue that is not yet on disk is forgotten by a kill.
-    rabbit.ctl(&["eval", "[dets:sync(Table) || Table <- dets:all()]."]);
+    rabbit.eval("[dets:sync(Table) || Table <- dets:all()].");
     rabbit.kill();
     let sconce = Sconce::launch(&settings);
     sconce.wait_for_log("no broker; trying again").await;

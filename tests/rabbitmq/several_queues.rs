@@ -20,20 +20,6 @@ fn failing_once(id: impl Into<String>) -> Task {
     Task::new(json!({"input": "a", "fail": "once"})).id(id)
 }
 
-/// The channel of the only consumer of a queue.
-fn channel_of(rabbit: &Rabbit, queue: &str) -> Option<String> {
-    let listed = rabbit.ctl(&["list_consumers", "--no-table-headers", "queue_name", "channel_pid"]);
-    let rows: Vec<_> = listed.lines().filter_map(|line| line.split_once('\t')).collect();
-    rows.iter().find(|(name, _)| *name == queue).map(|(_, channel)| (*channel).to_owned())
-}
-
-/// The connection of a channel.
-fn connection_of(rabbit: &Rabbit, channel: &str) -> String {
-    let listed = rabbit.ctl(&["list_channels", "--no-table-headers", "pid", "connection"]);
-    let mut rows = listed.lines().filter_map(|line| line.split_once('\t'));
-    rows.find(|(pid, _)| *pid == channel).map(|(_, connection)| connection.to_owned()).expect("a connection")
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn each_queue_has_a_channel_on_one_connection_and_loses_it_alone() {
     let rabbit = Rabbit::shared();
@@ -43,10 +29,11 @@ async fn each_queue_has_a_channel_on_one_connection_and_loses_it_alone() {
     sconce.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
-    let channels = || [&settings.tasks, &second].map(|queue| channel_of(rabbit, queue).expect("a consumer"));
+    let channels =
+        || [&settings.tasks, &second].map(|queue| rabbit.only_consumer(queue).expect("a consumer").0);
     let before = channels();
     assert_ne!(before[0], before[1]);
-    assert_eq!(connection_of(rabbit, &before[0]), connection_of(rabbit, &before[1]));
+    assert_eq!(rabbit.connection_of(&before[0]), rabbit.connection_of(&before[1]));
     for queue in [&settings.tasks, &second] {
         client.publish(queue, echo(queue.as_str())).await;
         assert_eq!(replies.next().await.correlation_id, *queue);
@@ -248,5 +235,7 @@ async fn commands_publish_to_the_queue_that_they_name_and_metrics_count_by_queue
         let name = format!(r#"sconce_queue_tasks_total{{{slot},queue="{queue}"}}"#);
         metric_becomes(&admin, &name, count).await;
     }
+    let dead_letters = format!("sconce_queue_messages{{queue={:?},kind=\"dead_letter\"}}", settings.dead);
+    metric_becomes(&admin, &dead_letters, 0.0).await;
     assert_eq!(sconce.stop().await, 0);
 }

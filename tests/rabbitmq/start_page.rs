@@ -26,8 +26,11 @@ struct Reader {
 impl Reader {
     fn new() -> Self {
         let rabbit = Rabbit::shared();
-        rabbit.ctl(&["add_vhost", VHOST]);
-        rabbit.ctl(&["set_permissions", "-p", VHOST, "guest", ".*", ".*", ".*"]);
+        rabbit.eval(&format!(
+            "ok = rabbit_vhost:add(<<\"{VHOST}\">>, <<\"test\">>), ok = \
+             rabbit_auth_backend_internal:set_permissions(<<\"guest\">>, <<\"{VHOST}\">>, <<\".*\">>, <<\".*\">>, \
+             <<\".*\">>, <<\"test\">>)."
+        ));
         let folder = tempfile::tempdir().expect("a folder");
         symlink(root().join("models"), folder.path().join("models")).expect("models");
         fs::create_dir(folder.path().join("bin")).expect("a folder");

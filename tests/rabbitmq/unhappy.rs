@@ -286,12 +286,12 @@ async fn a_limit_of_connections_at_the_start_is_waited_for() {
     let settings =
         Settings::echo(rabbit.url_for("many:pw", "/")).environment("SCONCE_LOG", "warn,sconce=debug");
     rabbit.add_user("many", "pw", [".*", ".*", ".*"]);
-    rabbit.ctl(&["set_user_limits", "many", r#"{"max-connections": 0}"#]);
+    rabbit.limit_connections("many", Some(0));
     let sconce = Sconce::launch(&settings);
     sconce.wait_for_log_times("limit", 4).await;
     let (status, words) = readiness(&sconce).await;
     assert!(status == 503 && words.contains("limit"), "{words}");
-    rabbit.ctl(&["clear_user_limits", "many", "max-connections"]);
+    rabbit.limit_connections("many", None);
     sconce.consumes(1).await;
     assert_eq!(sconce.stop().await, 0);
 }

@@ -212,9 +212,9 @@ impl Storm {
             Fault::ShortStall => self.stall(SHORT_STALL).await?,
             Fault::LongStall => self.stall(LONG_STALL).await?,
             Fault::MemoryAlarm => {
-                block_in_place(|| self.rabbit.ctl(&["set_vm_memory_high_watermark", "0.0000001"]));
+                block_in_place(|| self.rabbit.set_memory_watermark(0.000_000_1));
                 self.watch(ALARM).await?;
-                block_in_place(|| self.rabbit.ctl(&["set_vm_memory_high_watermark", "0.4"]));
+                block_in_place(|| self.rabbit.set_memory_watermark(0.4));
             }
             Fault::RefuseLogin => {
                 block_in_place(|| self.rabbit.change_password(USER, "another"));
@@ -222,10 +222,9 @@ impl Storm {
                 block_in_place(|| self.rabbit.change_password(USER, PASSWORD));
             }
             Fault::RefuseConnections => {
-                let none = "{\"max-connections\": 0}";
-                block_in_place(|| self.rabbit.ctl(&["set_user_limits", USER, none]));
+                block_in_place(|| self.rabbit.limit_connections(USER, Some(0)));
                 self.cut_for(REFUSED).await?;
-                block_in_place(|| self.rabbit.ctl(&["clear_user_limits", USER, "max-connections"]));
+                block_in_place(|| self.rabbit.limit_connections(USER, None));
             }
             _ => block_in_place(|| {
                 self.rabbit.kill();

@@ -23,9 +23,7 @@ impl Cluster {
         let nodes: Vec<_> = (0..NODES).map(|_| Rabbit::stopped(Conf::default().cookie("sconce"))).collect();
         thread::scope(|scope| nodes.iter().for_each(|node| drop(scope.spawn(|| node.start()))));
         for node in &nodes[1..] {
-            node.ctl(&["stop_app"]);
-            node.ctl(&["join_cluster", nodes[0].name()]);
-            node.ctl(&["start_app"]);
+            node.join(&nodes[0]);
         }
         Self { nodes }
     }

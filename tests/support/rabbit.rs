@@ -240,6 +240,72 @@ impl Rabbit {
         assert_eq!(done, "ok");
     }
 
+    /// Changes what a user of the virtual host `/` may configure, write and read.
+    pub fn set_permissions(&self, name: &str, permissions: [&str; 3]) {
+        let name = binary(name);
+        let [configure, write, read] = permissions.map(binary);
+        self.eval(&format!(
+            "ok = rabbit_auth_backend_internal:set_permissions({name}, <<\"/\">>, {configure}, {write}, {read}, \
+             <<\"test\">>)."
+        ));
+    }
+
+    /// Sets with which routing keys a user may publish to a topic exchange of the virtual host `/`, and bind queues to it.
+    pub fn set_topic_permissions(&self, name: &str, exchange: &str, permissions: [&str; 2]) {
+        let (name, exchange) = (binary(name), binary(exchange));
+        let [write, read] = permissions.map(binary);
+        self.eval(&format!(
+            "ok = rabbit_auth_backend_internal:set_topic_permissions({name}, <<\"/\">>, {exchange}, {write}, {read}, \
+             <<\"test\">>)."
+        ));
+    }
+
+    /// Lets a user have at most so many connections, or any number.
+    pub fn limit_connections(&self, name: &str, most: Option<u32>) {
+        let name = binary(name);
+        let backend = "ok = rabbit_auth_backend_internal";
+        self.eval(&match most {
+            Some(most) => format!(
+                "{backend}:set_user_limits({name}, <<\"{{\\\"max-connections\\\": {most}}}\">>, <<\"test\">>)."
+            ),
+            None => format!("{backend}:clear_user_limits({name}, <<\"max-connections\">>, <<\"test\">>)."),
+        });
+    }
+
+    /// Sets the share of the machine's memory above which the node takes no messages.
+    pub fn set_memory_watermark(&self, share: f64) {
+        self.eval(&format!("ok = vm_memory_monitor:set_vm_memory_high_watermark({share:.9})."));
+    }
+
+    /// Makes the node, which is new, one of the cluster of another one.
+    pub fn join(&self, other: &Self) {
+        // RabbitMQ 3.10 has no module `rabbit_db_cluster`.
+        self.eval(&format!(
+            "rabbit:stop(), ok = case code:ensure_loaded(rabbit_db_cluster) of \
+             {{module, Module}} -> Module:join('{name}', disc); \
+             _ -> rabbit_mnesia:join_cluster('{name}', disc) end, ok = rabbit:start().",
+            name = other.name
+        ));
+    }
+
+    /// The channel and the prefetch of a queue's consumer; none unless it is the only one.
+    pub fn only_consumer(&self, queue: &str) -> Option<(String, u32)> {
+        let consumer = self.eval(&format!(
+            "{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<\"/\">>, queue, <<\"{queue}\">>)), \
+             case rabbit_amqqueue:consumers(Q) of \
+             [C] -> {{pid_to_list(element(1, C)), element(4, C)}}; _ -> none end."
+        ));
+        let (channel, prefetch) = consumer.trim_matches(['{', '}']).split_once(',')?;
+        Some((channel.trim_matches('"').to_owned(), prefetch.trim().parse().expect("a number")))
+    }
+
+    /// The connection of a channel.
+    pub fn connection_of(&self, channel: &str) -> String {
+        self.eval(&format!(
+            "[{{connection, C}}] = rabbit_channel:info(list_to_pid(\"{channel}\"), [connection]), pid_to_list(C)."
+        ))
+    }
+
     /// Changes the password of a user.
     pub fn change_password(&self, name: &str, password: &str) {
         let (name, password) = (binary(name), binary(password));

@@ -185,6 +185,13 @@ mod tests {
     }
 
     #[test]
+    fn numbers_in_headers_are_integers_of_32_bits_where_they_fit() {
+        let sent = |number: i64| value_to(&number.into());
+        assert_eq!(sent(200), AMQPValue::LongInt(200));
+        assert_eq!(sent(i64::MAX), AMQPValue::LongLongInt(i64::MAX));
+    }
+
+    #[test]
     fn a_text_longer_than_amqp_allows_is_cut_at_a_character_boundary() {
         assert_eq!(short(&"é".repeat(200)).as_str(), "é".repeat(127));
         assert_eq!(short("queue").as_str(), "queue");

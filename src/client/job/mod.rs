@@ -140,6 +140,14 @@ impl<'a> JobRun<'a> {
         };
         let prefetch = (PREFETCH / options.rows_per_task).max(MIN_PREFETCH);
         let client = Client::for_job(broker, &name, &options.queue, &replies, KEEP_REPLIES, prefetch).await?;
+        Self::over(client, job, options)
+    }
+
+    /// The same over a client that is connected.
+    ///
+    /// # Errors
+    /// An input cannot be read.
+    fn over(client: Client, job: &'a RefCell<Job>, options: &JobOptions) -> Result<Self, JobError> {
         let limits = TaskLimits { rows: options.rows_per_task.into(), inputs: options.max_inputs };
         let rows = job.borrow_mut().take_rows();
         let first = job.borrow().answered_before();
@@ -165,3 +173,6 @@ impl<'a> JobRun<'a> {
         self.client.close().await;
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -136,3 +136,7 @@ impl Sink<TaskData, ClientError> for TallySink<'_> {
         self.tally.duplicates(count as u64);
     }
 }
+
+#[cfg(test)]
+#[path = "drive_tests.rs"]
+mod tests;

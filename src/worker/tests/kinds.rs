@@ -1,6 +1,7 @@
 //! Tests of requests of several kinds that nobody can answer, or that are large, with small real models: each is answered
 //! by name, and its neighbours are answered too. What the models compute is shown in `tests/models`.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 
@@ -191,4 +192,35 @@ async fn what_a_pool_of_texts_cannot_answer_is_refused_and_the_rest_answered() {
     ];
     let cases = cases.into_iter().map(|case| Bad { url: Some(url), ..case }).collect();
     check(&rig, cases, &json!({"prompt": "the", "max_tokens": 4, "temperature": 0}), Some(url)).await;
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
+async fn texts_drawn_without_a_seed_are_the_same_after_a_redelivery_to_another_worker() {
+    let mut found = Vec::new();
+    for (worker, earlier) in [("host/test/0", 0), ("host/test/1", 1)] {
+        let rig = start(&continuous(generate::load), "generate-llama", |assignment| {
+            assignment.worker = worker.into();
+            assignment.pool.options.insert("context".into(), 128.into());
+        });
+        let ask = |n: usize| {
+            let body = json!({"prompt": format!("the {n}"), "max_tokens": 10 + n, "temperature": 0.8,
+                              "ignore_eos": true, "stream": n.is_multiple_of(4)});
+            with_headers(task(&n.to_string(), "mine", &body), &[("url", "/v1/completions")])
+        };
+        // Others join and leave, in another order.
+        let mut tasks: Vec<Message> = (0..16).map(ask).collect();
+        tasks.rotate_left(7 * earlier as usize);
+        tasks.into_iter().for_each(|task| rig.memory.deliver_again(task, earlier));
+        rig.memory.until_settled(16).await;
+        let replies = rig.memory.published("mine").into_iter();
+        let replies = replies.filter(|it| it.properties.kind.as_deref() == Some("reply"));
+        let text = |reply: Message| {
+            assert_eq!(status(&reply), 200, "{reply:?}");
+            (reply.properties.correlation_id.clone(), body(&reply)["choices"][0]["text"].clone())
+        };
+        found.push(replies.map(text).collect::<BTreeMap<_, _>>());
+    }
+    let texts: BTreeSet<String> = found[0].values().map(Value::to_string).collect();
+    assert_eq!((found[0].len(), texts.len()), (16, 16), "{texts:?}");
+    assert_eq!(found[0], found[1]);
 }

@@ -1,6 +1,7 @@
 //! Tests of the worker in process, over a queue in memory, with models that compute nothing, in paused time. There is
-//! no broker and no thread, and each wait is for an event.
+//! no broker and no thread, and each wait is for an event; only tests of files are in real time, with servers.
 
+mod files;
 mod kinds;
 mod messages;
 mod on_demand;

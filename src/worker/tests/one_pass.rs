@@ -3,6 +3,7 @@
 use super::*;
 use crate::broker::Published;
 use crate::broker::memory::Reaction;
+use crate::protocol::stats::{Stage, Stats};
 
 fn echo(id: &str) -> Message {
     task(id, "mine", &json!({"input": id}))
@@ -425,4 +426,76 @@ async fn the_launcher_knows_which_tasks_are_preprocessed_on_another_thread() {
         _ => None,
     });
     assert_eq!(known.collect::<Vec<_>>(), [vec!["long"], vec![]]);
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
+async fn a_drain_during_the_work_before_a_sentinel_hands_the_sentinel_back() {
+    let rig = Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1);
+    rig.memory.deliver([slow("a", 500), echo("b"), sentinel()]);
+    rig.until_computing("a").await;
+    rig.stop.advance(Phase::Returning, "test");
+    let memory = rig.memory.clone();
+    assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
+    let mut settled = memory.settled();
+    assert_eq!(settled.pop(), Some(Settled::Acked(1)));
+    settled.sort_by_key(|settled| format!("{settled:?}"));
+    assert_eq!(settled, [Settled::Requeued(2), Settled::Requeued(3)]);
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
+async fn an_idle_worker_drains_at_once() {
+    let rig = Rig::start("echo", |_| ());
+    rig.memory.deliver([echo("a")]);
+    rig.memory.until_settled(1).await;
+    rig.stop.advance(Phase::Returning, "test");
+    let begun = tokio::time::Instant::now();
+    assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
+async fn every_task_is_counted_by_its_outcome_and_every_stage_is_timed() {
+    let rig = Rig::start("echo?faults", |_| ());
+    let undecodable = Message { body: "no JSON".into(), ..echo("undecodable") };
+    let invalid = task("invalid", "mine", &json!({"input": 1, "sleep_ms": "long"}));
+    let late = with_headers(echo("late"), &[("expires", "2001-01-01T00:00:00Z")]);
+    rig.memory.deliver((0..20).map(|n| echo(&n.to_string())).chain([undecodable, invalid, late]));
+    rig.memory.until_settled(23).await;
+    rig.wait_for_event(|event| matches!(event, Event::Stats(stats) if stats.now.connected)).await;
+    let (_, events) = rig.finish().await;
+    let mut all = Stats::default();
+    for event in &events {
+        if let Event::Stats(stats) = event {
+            all.add(stats);
+        }
+    }
+    all.answers.sort();
+    let counts: Vec<_> = all.answers.iter().map(|it| (&*it.status, &*it.reason, it.count)).collect();
+    assert_eq!(
+        counts,
+        [
+            ("expired", "expired", 1),
+            ("rejected", "invalid_value", 1),
+            ("rejected", "undecodable", 1),
+            ("succeeded", "", 20)
+        ]
+    );
+    assert_eq!(all.dead_lettered, [("undecodable".to_owned(), 1)].into());
+    assert_eq!((all.inputs, all.batch_inputs.sum()), (20, 20.0));
+    for ((stage, name), tasks) in Stage::ALL.into_iter().zip([23, 23, 20, 20, 23]) {
+        assert_eq!(all.stages[stage as usize].count(), tasks, "{name}");
+    }
+    assert!(all.now.resident > 100_000, "{:?}", all.now);
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
+async fn what_waits_and_what_computes_is_reported_while_it_does() {
+    let rig = Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1);
+    rig.memory.deliver([slow("long", 60_000)]);
+    rig.until_computing("long").await;
+    rig.memory.deliver((0..4).map(|n| echo(&n.to_string())));
+    // One on the device, and four that wait.
+    rig.wait_for_event(|event| matches!(event, Event::Stats(stats) if stats.now.held == 5)).await;
+    assert_eq!(computed(&rig.stdout.events()), ["long"]);
+    assert_eq!(rig.memory.settled(), []);
 }

@@ -2,6 +2,8 @@
 //! batches are made smaller. That a retry queue gives its messages back is shown over RabbitMQ (`tests/rabbitmq`).
 
 use super::*;
+use crate::broker::Published;
+use crate::broker::memory::Reaction;
 
 /// The queue where tasks wait for their next attempt.
 const LATER: &str = "tasks, later";
@@ -151,4 +153,16 @@ async fn after_running_out_of_memory_batches_keep_the_size_that_fits() {
         }
     }
     assert_eq!(rig.finish().await.0, Ended::Drained);
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
+async fn where_no_queue_is_there_to_wait_in_the_first_attempt_is_the_last() {
+    let rig = Rig::start("echo?faults", |_| ());
+    rig.memory.set_reaction(LATER, Reaction::Answer(Published::Unroutable));
+    rig.memory.deliver([failing("once")]);
+    let reply = rig.memory.until_published("mine", 1).await.remove(0);
+    assert_eq!((status(&reply), attempt(&reply)), (500, 1));
+    let message = body(&reply)["error"]["message"].to_string();
+    assert!(message.contains("no queue to wait in"), "{message}");
+    assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
 }

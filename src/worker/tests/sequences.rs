@@ -182,6 +182,29 @@ async fn a_reader_that_stops_reading_delays_neither_steps_nor_other_tasks() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
+async fn readers_whose_queue_is_full_hold_up_no_other() {
+    let rig = Rig::start("script", |_| ());
+    rig.memory.set_reaction("full", Reaction::Answer(Published::Nacked));
+    let tasks = |to: &'static str, max_tokens, count: usize| {
+        (0..count).map(move |n| generate(&format!("{to} {n}"), to, max_tokens, true))
+    };
+    let begun = tokio::time::Instant::now();
+    rig.memory.deliver(tasks("full", 60, 8).chain(tasks("mine", 20, 4)));
+    // Each of the four is settled before the first of those whose replies no queue takes.
+    let settled = rig.memory.until_settled(4).await;
+    assert!(settled.iter().all(|it| matches!(it, Settled::Acked(9..))), "{settled:?}");
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    let messages = rig.memory.published("mine");
+    for n in 0..4 {
+        let own: Vec<_> =
+            messages.iter().filter(|it| it.properties.correlation_id == Some(format!("mine {n}"))).collect();
+        let (reply, parts) = own.split_last().unwrap();
+        assert_eq!((kind(reply), &body(reply)["text"]), ("reply", &json!(words(20))));
+        assert!(!parts.is_empty() && parts.iter().all(|part| kind(part) == "reply.part"));
+    }
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn no_part_is_under_way_when_the_reply_is_sent() {
     let rig = Rig::start("script", |_| ());
     // Longer than the 250 ms for which the reply waits for parts that are not sent yet.

@@ -6,6 +6,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use sconce::config::Drain;
 use sconce::launcher::gpus::{Gpu, Gpus};
 use sconce::launcher::{Cuda, Host};
 use sconce::protocol::admin::State;
@@ -122,6 +123,18 @@ async fn a_worker_that_drains_in_time_is_left_to_it() {
     };
     assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
     assert_eq!(stage.lines("trace-0"), ["ready", r#"{"command":"drain"}"#, "drained"]);
+}
+
+#[tokio::test]
+async fn a_stop_lets_the_workers_of_a_pool_finish_if_it_is_so_set() {
+    let mut stage = Stage::new(1, &format!("{READY}\ntrace ready\nread -r line; trace \"$line\"; exit 0"));
+    stage.assignments[0].pool.drain = Drain::Finish;
+    let meanwhile = async {
+        stage.wait_for_lines("trace-0", 1).await;
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
+    assert_eq!(stage.lines("trace-0"), ["ready", r#"{"command":"finish"}"#]);
 }
 
 #[tokio::test]

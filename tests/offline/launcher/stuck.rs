@@ -21,6 +21,11 @@ async fn a_worker_whose_forward_pass_hangs_is_shown_as_stuck_and_then_killed() {
     stage.assignments[0].pool.batch.timeout = Duration::from_millis(300);
     let exit = stage.run_asked(async |_, board| {
         slot_is(&board, "embed/0", State::Busy).await;
+        assert_eq!(
+            board.read(|status| status.slots["embed/0"].report().active),
+            ["id a"],
+            "what `ctl active` shows"
+        );
         until("it counts as stuck", || async { is_stuck(&board).then_some(()) }).await;
         assert!(stage.lives(0), "those who watch are to see it");
         stage.wait_for_lines("born-0", 2).await;

@@ -41,27 +41,44 @@ fn a_killed_run_resumes_without_computing_a_finished_line_again() {
     assert_eq!(rig.written(), now, "a finished run has nothing to do");
 }
 
+/// The kernel continues a worker that is stopped before its launcher's end, and leaves it stopped for ever when it is stopped
+/// after it.
 #[test]
 fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
-    let rig = Rig::new(&slow_lines(4, 600_000));
-    let mut command = rig.command(&["--model", "echo", "--devices", "cpu,cpu"]);
-    command.args(ONE_BY_ONE).args(["--set", "launcher.shutdown_grace=1s"]).env("SCONCE_LOG", "info");
-    let run = rig.start_command(command);
-    // The launcher logs this once it has told its guard of the worker.
-    eventually("both workers are spawned", || {
-        (run.stderr().matches("worker spawned").count() == 2).then_some(())
-    });
-    let (workers, guard) = (run.workers(), run.guard().expect("a guard"));
-    assert_eq!(workers.len(), 2);
-    run.signal(Signal::SIGKILL);
-    for worker in &workers {
-        // Behind the kill: the kernel continues those that are stopped before it.
-        let _ = kill(Pid::from_raw(*worker as i32), Signal::SIGSTOP);
+    for stopped_first in [false, true] {
+        let rig = Rig::new(&slow_lines(4, 600_000));
+        let mut command = rig.command(&["--model", "echo", "--devices", "cpu,cpu"]);
+        command.args(ONE_BY_ONE).args(["--set", "launcher.shutdown_grace=1s"]).env("SCONCE_LOG", "info");
+        let run = rig.start_command(command);
+        // The launcher logs this once it has told its guard of the worker.
+        eventually("both workers are spawned", || {
+            (run.stderr().matches("worker spawned").count() == 2).then_some(())
+        });
+        let (workers, guard) = (run.workers(), run.guard().expect("a guard"));
+        assert_eq!(workers.len(), 2);
+        eventually("the guard ignores the signals that end a service", || {
+            let status = fs::read_to_string(format!("/proc/{guard}/status")).ok()?;
+            let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
+            let ignored = u64::from_str_radix(ignored.trim(), 16).ok()?;
+            (ignored & (1 << (Signal::SIGTERM as u32 - 1)) != 0).then_some(())
+        });
+        // As a service manager, a terminal or `killall` may.
+        for ended_by in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+            kill(Pid::from_raw(guard as i32), ended_by).expect("a guard");
+        }
+        let stop = || workers.iter().for_each(|pid| _ = kill(Pid::from_raw(*pid as i32), Signal::SIGSTOP));
+        if stopped_first {
+            stop();
+        }
+        run.signal(Signal::SIGKILL);
+        if !stopped_first {
+            stop();
+        }
+        assert_eq!(run.wait().code, None);
+        eventually("neither workers nor guard are left", || {
+            workers.iter().chain([&guard]).all(|pid| !lives(*pid)).then_some(())
+        });
     }
-    assert_eq!(run.wait().code, None);
-    eventually("neither workers nor guard are left", || {
-        workers.iter().chain([&guard]).all(|pid| !lives(*pid)).then_some(())
-    });
 }
 
 #[test]
