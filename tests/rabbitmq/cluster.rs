@@ -7,7 +7,6 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tokio::sync::{Mutex, MutexGuard, OnceCell};
 
 use crate::support::client::{Client, Inbox, Task};
 use crate::support::cluster::Cluster;
@@ -17,14 +16,17 @@ use crate::support::wait::until_within;
 const TASKS: usize = 400;
 const WORKERS: usize = 3;
 
-/// The cluster of all these tests, for one at a time: each kills a node and brings it back.
-async fn cluster() -> MutexGuard<'static, Cluster> {
-    static CLUSTER: OnceCell<Mutex<Cluster>> = OnceCell::const_new();
-    let start = async || Mutex::new(tokio::task::block_in_place(Cluster::start));
-    let cluster = CLUSTER.get_or_init(start).await.lock().await;
-    // A test that failed may have left one dead.
-    tokio::task::block_in_place(|| cluster.make_whole());
-    cluster
+/// One test, because each part kills a node of the same cluster and brings it back. As tests of their own, they would take
+/// all test threads to wait for each other.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_lost_whichever_node_of_a_cluster_dies() {
+    let cluster = tokio::task::block_in_place(Cluster::start);
+    // The node that workers are connected to, the one that leads the queue, and one that is both.
+    for (first, leader, victim) in [(0, 1, 0), (0, 1, 1), (2, 2, 2)] {
+        survives(&cluster, first, leader, victim).await;
+    }
+    a_killed_node_that_comes_back_carries_the_work_when_another_dies(&cluster).await;
+    a_classic_reply_queue_whose_node_was_away_gets_its_generated_reply(&cluster).await;
 }
 
 /// A service whose workers connect to the node of that number first.
@@ -56,15 +58,14 @@ async fn all_answered(replies: &mut Inbox, answered: &mut BTreeSet<usize>, count
 
 /// Kills `victim` under load, while workers are connected to `first` and the queue is led by
 /// `leader`; then brings it back.
-async fn survives(first: usize, leader: usize, victim: usize) {
-    let cluster = cluster().await;
+async fn survives(cluster: &Cluster, first: usize, leader: usize, victim: usize) {
     let (witness, other) = match victim {
         0 => (1, 2),
         1 => (2, 0),
         _ => (0, 1),
     };
     // A queue is led by the node over which it was made.
-    let (maker, settings) = launched(&cluster, leader).await;
+    let (maker, settings) = launched(cluster, leader).await;
     maker.consumes(WORKERS).await;
     assert_eq!(maker.stop().await, 0);
     assert_eq!(cluster.leader_of(&settings.tasks, leader), leader);
@@ -72,7 +73,7 @@ async fn survives(first: usize, leader: usize, victim: usize) {
     let settings = settings.over(cluster.url_from(first));
     let sconce = Sconce::launch(&settings);
     sconce.consumes(WORKERS).await;
-    assert_eq!(sconce.logged(&consuming_from(&cluster, first)), WORKERS, "{}", sconce.log());
+    assert_eq!(sconce.logged(&consuming_from(cluster, first)), WORKERS, "{}", sconce.log());
 
     let client = Client::connect(&cluster.nodes[witness].url()).await;
     let mut replies = client.inbox(&settings.replies).await;
@@ -85,7 +86,7 @@ async fn survives(first: usize, leader: usize, victim: usize) {
     if first == victim {
         sconce.wait_for_log_times("lost the broker", WORKERS).await;
         sconce.consumes(2 * WORKERS).await;
-        let elsewhere = [witness, other].map(|node| sconce.logged(&consuming_from(&cluster, node)));
+        let elsewhere = [witness, other].map(|node| sconce.logged(&consuming_from(cluster, node)));
         assert_eq!(elsewhere.iter().sum::<usize>(), WORKERS, "{}", sconce.log());
     }
     client.ready_becomes(&settings.tasks, 0).await;
@@ -99,25 +100,8 @@ fn consuming_from(cluster: &Cluster, node: usize) -> String {
     format!("consuming broker=\"amqp://guest:***@{}", cluster.nodes[node].address())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_death_of_the_node_that_workers_are_connected_to_loses_nothing() {
-    survives(0, 1, 0).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_death_of_the_queues_leader_loses_nothing() {
-    survives(0, 1, 1).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_death_of_a_node_that_is_both_loses_nothing() {
-    survives(2, 2, 2).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
-    let cluster = cluster().await;
-    let (sconce, settings) = launched(&cluster, 0).await;
+async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies(cluster: &Cluster) {
+    let (sconce, settings) = launched(cluster, 0).await;
     sconce.consumes(WORKERS).await;
     let client = Client::connect(&cluster.nodes[2].url()).await;
     let mut replies = client.inbox(&settings.replies).await;
@@ -138,12 +122,10 @@ async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
     assert_eq!(sconce.stop().await, 0);
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_classic_reply_queue_whose_node_was_away_gets_its_generated_reply() {
+async fn a_classic_reply_queue_whose_node_was_away_gets_its_generated_reply(cluster: &Cluster) {
     const AWAY: usize = 2;
     // A minute, in which the node is back.
     const TOKENS: usize = 3_000;
-    let cluster = cluster().await;
     let settings = Settings::echo(cluster.url_from(0))
         .set("pool[0].model", "script?sequences=2&context=20000&tokens=80000");
     let sconce = Sconce::launched(&settings).await;

@@ -45,11 +45,6 @@ impl Cluster {
         self.nodes.iter().position(is_leader).unwrap_or_else(|| panic!("no node is {leader:?}"))
     }
 
-    /// Starts every node that does not run.
-    pub fn make_whole(&self) {
-        self.nodes.iter().filter(|node| !node.runs()).for_each(Rabbit::start);
-    }
-
     /// Starts a killed node again, and waits until its members of the queues are back too.
     pub async fn bring_back(&self, node: usize, queues: &[&str]) {
         tokio::task::block_in_place(|| self.nodes[node].start());
