@@ -108,7 +108,8 @@ impl Matrix {
             for lane in 0..PANEL.min(width - first) {
                 let Group { scale, offset, q } = group(first + lane, index);
                 let packed_q = q.chunks_exact(32 / bits);
-                let packed_q = packed_q.map(|q| q.iter().rev().fold(0, |word, q| word << bits | u32::from(*q)));
+                let packed_q =
+                    packed_q.map(|q| q.iter().rev().fold(0, |word, q| word << bits | u32::from(*q)));
                 let of_group = [scale.to_bits(), offset.to_bits()].into_iter().chain(packed_q);
                 rows.iter_mut().skip(lane).step_by(PANEL).zip(of_group).for_each(|(row, word)| *row = word);
             }
