@@ -16,6 +16,10 @@ use crate::protocol::{Files, Headers, TaskError, TaskErrorKind, Value};
 /// Number of characters of an invalid value that an error message quotes.
 const EXCERPT_CHARS: usize = 40;
 
+/// How many unknown fields of a body are compared with the known ones. A body of 8 MiB has room for 800,000, each of which
+/// would be compared with some 30 names.
+const MAX_COMPARED_KEYS: usize = 100;
+
 /// Fields of other requests or servers that are one letter away from a supported field. They are not reported as typos.
 const NOT_TYPOS: [&str; 8] =
     ["inputs", "text", "texts", "documents", "document", "models", "prompts", "users"];
@@ -98,8 +102,12 @@ impl<'a> Fields<'a> {
                 Err(error) => undecodable(format!("the body is not JSON: {error}")),
             });
         }
-        let mut visitor =
-            FieldVisitor { keys, values: Vec::with_capacity(keys.supported.len()), error: None };
+        let mut visitor = FieldVisitor {
+            keys,
+            values: Vec::with_capacity(keys.supported.len()),
+            unknown_keys: 0,
+            error: None,
+        };
         let mut json = serde_json::Deserializer::from_str(body);
         let end = json.deserialize_map(&mut visitor).and_then(|()| json.end());
         end.map_err(|error| match error.classify() {
@@ -231,6 +239,7 @@ impl<'a> Fields<'a> {
 struct FieldVisitor<'k, 'a> {
     keys: &'k Keys,
     values: Vec<(&'static str, &'a RawValue)>,
+    unknown_keys: usize,
     /// The first error. It is returned only if the rest of the body is valid JSON.
     error: Option<TaskError>,
 }
@@ -267,8 +276,9 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
                     self.error.get_or_insert(TaskError::bad_input(name, message));
                 }
             } else {
-                if let Some(error) = self.keys.mistyped(key) {
-                    self.error.get_or_insert(error);
+                self.unknown_keys += 1;
+                if self.unknown_keys <= MAX_COMPARED_KEYS && self.error.is_none() {
+                    self.error = self.keys.mistyped(key);
                 }
                 map.next_value::<IgnoredAny>()?;
             }
@@ -606,6 +616,16 @@ mod tests {
     fn refusal(body: &str) -> (TaskErrorKind, Option<String>, String) {
         let error = Fields::parse(body.as_bytes(), &KEYS).expect_err(body);
         (error.kind, error.param, error.message)
+    }
+
+    #[test]
+    fn a_mistyped_field_is_looked_for_among_the_first_unknown_ones_only() {
+        let parsed = |unknown: usize| {
+            let fields: String = (0..unknown).map(|field| format!(r#""unknown_{field}":1,"#)).collect();
+            Fields::parse(format!(r#"{{{fields}"documnts":1}}"#).as_bytes(), &KEYS).map(|_| ())
+        };
+        assert!(parsed(MAX_COMPARED_KEYS - 1).is_err());
+        assert!(parsed(MAX_COMPARED_KEYS).is_ok());
     }
 
     #[test]
