@@ -373,7 +373,8 @@ async fn a_row_the_broker_never_takes_is_an_error_and_the_others_are_answered() 
 async fn a_fifo_is_read_once_and_a_stop_before_its_end_is_no_success() {
     let mut rig = Rig::new("out.jsonl", &[]);
     let fifo = rig.folder.path().join("fifo");
-    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let make = || nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    make();
     (rig.inputs, rig.options.once) = (vec![fifo.clone()], fifo.clone());
     let (job, stop) = (rig.open(), Notify::new());
     let others = async {
@@ -389,7 +390,13 @@ async fn a_fifo_is_read_once_and_a_stop_before_its_end_is_no_success() {
     assert!(ended.is_ok() && !job.borrow().is_complete(), "{ended:?}");
     drop((job, writer));
     fs::remove_file(&rig.output).unwrap();
-    let writer = tokio::task::spawn_blocking(move || fs::write(fifo, lines(&rows(30))).unwrap());
+    // The thread that has read the first pipe may still wait for its end.
+    fs::remove_file(&fifo).unwrap();
+    make();
+    let writer = {
+        let fifo = fifo.clone();
+        tokio::task::spawn_blocking(move || fs::write(fifo, lines(&rows(30))).unwrap())
+    };
     rig.done().await;
     writer.await.unwrap();
     assert_eq!(rig.answers(), echoed(30));
