@@ -16,9 +16,9 @@ use crate::protocol::{Files, Headers, TaskError, TaskErrorKind, Value};
 /// Number of characters of an invalid value that an error message quotes.
 const EXCERPT_CHARS: usize = 40;
 
-/// How many unknown fields of a body are compared with the known ones. A body of 8 MiB has room for 800,000, each of which
+/// How many unknown fields of a request are compared with the known ones. A body of 8 MiB has room for 800,000, each of which
 /// would be compared with some 30 names.
-const MAX_COMPARED_KEYS: usize = 100;
+pub const MAX_COMPARED_KEYS: usize = 100;
 
 /// Fields of other requests or servers that are one letter away from a supported field. They are not reported as typos.
 const NOT_TYPOS: [&str; 8] =

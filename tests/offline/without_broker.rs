@@ -3,13 +3,12 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::net::TcpListener;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use nix::unistd::{Pid, getpgid};
 
 use crate::support::processes::lives;
-use crate::support::sconce::{Sconce, Settings, signal};
+use crate::support::sconce::{Sconce, Settings, http_get, signal};
 use crate::support::wait::until;
 
 /// Nobody listens there.
@@ -22,18 +21,6 @@ async fn ready(settings: &Settings, workers: usize) -> Sconce {
     let sconce = Sconce::launch(settings);
     sconce.wait_for_log_times("worker ready", workers).await;
     sconce
-}
-
-/// The status and body that a URL answers with.
-async fn get(url: String) -> (u16, String) {
-    let asked = tokio::task::spawn_blocking(move || {
-        let answer = match ureq::get(&url).timeout(Duration::from_secs(20)).call() {
-            Ok(answer) | Err(ureq::Error::Status(_, answer)) => answer,
-            Err(error) => panic!("{url}: {error}"),
-        };
-        (answer.status(), answer.into_string().expect("text"))
-    });
-    asked.await.expect("an answer")
 }
 
 /// Runs `sconce healthcheck`, which is to end with `code` and to say `words`.
@@ -51,9 +38,9 @@ async fn a_service_without_its_broker_lives_and_has_started_but_is_not_ready() {
     let sconce = ready(&settings, 1).await;
     let admin = sconce.admin().await;
     for (path, status) in [("startupz", 200), ("livez", 200), ("readyz", 503)] {
-        until(path, || async { (get(format!("{admin}/{path}")).await.0 == status).then_some(()) }).await;
+        until(path, || async { (http_get(format!("{admin}/{path}")).await.0 == status).then_some(()) }).await;
     }
-    let (_, words) = get(format!("{admin}/readyz")).await;
+    let (_, words) = http_get(format!("{admin}/readyz")).await;
     assert!(words.contains(&format!("pool {}: no worker takes tasks", settings.name)), "{words}");
     for (flags, code) in [(&[][..], 1), (&["--live"], 0), (&["--startup"], 0)] {
         healthcheck(&settings, &[flags, &["--url", &admin]].concat(), code, &[]).await;
@@ -88,7 +75,7 @@ async fn a_taken_admin_port_is_tried_until_free_and_healthcheck_asks_its_own() {
     let mut nowhere = Sconce::launch(&elsewhere.set("admin.listen", "192.0.2.1:1"));
     assert_eq!(nowhere.exit_code().await, 78);
     assert!(nowhere.log().contains("admin.listen = \"192.0.2.1:1\""), "{}", nowhere.log());
-    let (_, plain) = get(format!("http://{address}/metrics")).await;
+    let (_, plain) = http_get(format!("http://{address}/metrics")).await;
     assert!(plain.contains("# TYPE sconce_tasks_total counter") && !plain.contains("# EOF"), "{plain}");
     assert!(plain.contains(&format!("launcher={name:?}")), "{plain}");
     assert_eq!(sconce.stop().await, 0);
@@ -159,7 +146,7 @@ async fn a_worker_on_an_unfit_device_is_tried_again_and_counted_by_the_reason_un
     let slot = format!(r#"pool="{0}",slot="{0}/0""#, settings.name);
     let name = format!(r#"sconce_worker_restarts_total{{{slot},reason="wrong_result"}} "#);
     let counted = || async {
-        let (_, page) = get(format!("{admin}/metrics")).await;
+        let (_, page) = http_get(format!("{admin}/metrics")).await;
         let line = page.lines().find_map(|line| line.strip_prefix(&name)?.parse::<f64>().ok());
         line.filter(|count| *count >= 2.0).map(drop)
     };

@@ -2,7 +2,6 @@
 //! `tests/offline/without_broker.rs`.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
@@ -13,24 +12,12 @@ use crate::support::client::{Client, Task};
 use crate::support::processes::lives;
 use crate::support::rabbit::Rabbit;
 use crate::support::raw_amqp::{LARGEST_TABLE, nested, publish_to};
-use crate::support::sconce::{OnTerminal, Sconce, Settings};
+use crate::support::sconce::{OnTerminal, Sconce, Settings, http_get};
 use crate::support::wait::until;
-
-/// The status and body that a path answers with.
-async fn get(url: String) -> (u16, String) {
-    let asked = tokio::task::spawn_blocking(move || {
-        let answer = match ureq::get(&url).timeout(Duration::from_secs(20)).call() {
-            Ok(answer) | Err(ureq::Error::Status(_, answer)) => answer,
-            Err(error) => panic!("{url}: {error}"),
-        };
-        (answer.status(), answer.into_string().expect("text"))
-    });
-    asked.await.expect("an answer")
-}
 
 /// The metrics of a service, by name and labels.
 pub async fn metrics(admin: &str) -> BTreeMap<String, f64> {
-    let (status, page) = get(format!("{admin}/metrics")).await;
+    let (status, page) = http_get(format!("{admin}/metrics")).await;
     assert_eq!(status, 200);
     let lines = page.lines().filter(|line| !line.starts_with('#'));
     lines

@@ -463,3 +463,15 @@ fn follow(pipe: Option<impl Read + Send + 'static>, lines: &Arc<Mutex<Vec<String
         }
     });
 }
+
+/// The status and body that a URL answers with.
+pub async fn http_get(url: String) -> (u16, String) {
+    let asked = tokio::task::spawn_blocking(move || {
+        let answer = match ureq::get(&url).timeout(Duration::from_secs(20)).call() {
+            Ok(answer) | Err(ureq::Error::Status(_, answer)) => answer,
+            Err(error) => panic!("{url}: {error}"),
+        };
+        (answer.status(), answer.into_string().expect("text"))
+    });
+    asked.await.expect("an answer")
+}

@@ -14,7 +14,8 @@ use crate::model::{
 };
 
 /// A network whose inputs decide what happens to the batch: 0 fails, 1 breaks the device, 2 runs out of memory unless
-/// it is alone, 3 panics, and 4 runs out of memory also if it is alone. Every other input is its own output. Calls are recorded in `log`.
+/// it is alone, 3 panics, and 4 runs out of memory also if it is alone. Every other input is its own output. Calls are
+/// recorded in `log`.
 struct Scripted {
     log: Arc<Mutex<Vec<String>>>,
     asynchronous: bool,

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use crate::model::fields::{
-    Fields, Keys, bounded_string, each_item, file, headers_as_json, invalid, keys, list,
+    Fields, Keys, MAX_COMPARED_KEYS, bounded_string, each_item, file, headers_as_json, invalid, keys, list,
 };
 use crate::protocol::endpoints::TRANSLATIONS_URL;
 use crate::protocol::message::Headers;
@@ -245,7 +245,7 @@ fn sound_from_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError
 
 /// The headers that are parameters, as JSON. Others are ignored, unless one is a mistyped parameter.
 fn parameters(headers: &Headers) -> Result<String, TaskError> {
-    let mut unknown = headers.keys().filter(|name| !KEYS.has(name));
+    let mut unknown = headers.keys().filter(|name| !KEYS.has(name)).take(MAX_COMPARED_KEYS);
     if let Some(error) = unknown.find_map(|name| KEYS.mistyped(name)) {
         return Err(error);
     }
