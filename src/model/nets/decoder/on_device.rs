@@ -243,9 +243,10 @@ impl DeviceDecoder {
         &self.faults
     }
 
-    /// Compares the results of the first layers for a known prompt with those of a CPU in f32, which stores keys and
-    /// values as `numbers` too. On a CPU in f32 nothing is compared. Only the first layers are compared, since the
-    /// whole model would take as much memory on the host as on the device.
+    /// Compares the results of the first layers for a known prompt with those of a CPU in f32. `kv_sizes` are those with
+    /// which this was loaded: positions may depend on the context, and keys and values on their format. On a CPU in f32
+    /// nothing is compared. Only the first layers are compared, since the whole model would take as much memory on the
+    /// host as on the device.
     ///
     /// # Errors
     /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
@@ -253,7 +254,7 @@ impl DeviceDecoder {
         &self,
         spec: &LoadSpec,
         weights: &DecoderWeights,
-        numbers: KvNumbers,
+        kv_sizes: KvSizes,
     ) -> Loaded<()> {
         let candle = |error: candle_core::Error| fitness::failed(spec, &ForwardError::from(&error));
         if !fitness::needs_comparison(&self.device, spec.dtype) {
@@ -261,7 +262,7 @@ impl DeviceDecoder {
         }
         let mut config = self.config.clone();
         config.layers.truncate(fitness::COMPARED_LAYERS);
-        let kv_sizes = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
+        let kv_sizes = KvSizes { blocks: KNOWN_TOKENS.div_ceil(BLOCK), ..kv_sizes };
         let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
         let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, kv_sizes)?;
         let (found, expected) = (
@@ -739,6 +740,18 @@ mod tests {
                 assert!(error > 0.0 && error < tolerance, "{name}, {dtype:?}, {numbers:?}: {error}");
             }
         }
+    }
+
+    #[test]
+    fn a_device_is_compared_at_the_positions_of_its_own_context() {
+        // Its positions in a context of 256 tokens are not those in a context of 128.
+        let case = case("generate-phi3");
+        let spec = LoadSpec { dtype: Dtype::F16, ..case.spec.clone() };
+        let [short, long] =
+            [128, 256].map(|context| KvSizes { context, blocks: BLOCKS, numbers: KvNumbers::F32 });
+        let decoder = DeviceDecoder::load(&spec, &Device::Cpu, &case.weights, &case.config, long).unwrap();
+        decoder.compare_with_cpu(&spec, &case.weights, long).unwrap();
+        assert!(decoder.compare_with_cpu(&spec, &case.weights, short).is_err());
     }
 
     #[test]

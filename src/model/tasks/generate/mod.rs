@@ -202,7 +202,7 @@ pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor,
         numbers: options.kv_numbers,
     };
     let decoder = DeviceDecoder::load(spec, device, &weights, &config, kv_sizes)?;
-    decoder.compare_with_cpu(spec, &weights, options.kv_numbers)?;
+    decoder.compare_with_cpu(spec, &weights, kv_sizes)?;
     Ok(assemble(spec, options, &config, vocabulary, CachedDecoder::Device(Box::new(decoder))))
 }
 
