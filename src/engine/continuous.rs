@@ -10,7 +10,7 @@ use std::iter;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -20,7 +20,7 @@ use super::probe::ProbeError;
 use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, ReservedTokens, TaskState, now};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, Queue, ReservedTokens, now};
 use crate::batching::sequences::{Change, Limits, Row, Scheduler, SequenceSpec};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{
@@ -299,8 +299,6 @@ struct ComputedStep<G: Generate> {
     is_decoding: bool,
     outcome: Result<model::Advances<G>, ForwardError>,
     began: Instant,
-    /// The same time by the wall clock, for spans.
-    began_wall: SystemTime,
 }
 
 impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>> Continuous<P, G> {
@@ -507,12 +505,12 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
         }
         // Reported to the launcher if the sequences differ from those of the last step, and every `ANNOUNCE_INTERVAL`.
         let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
-        let (began, began_wall) = (now(), SystemTime::now());
+        let began = now();
         if keys != self.announced || began >= self.announced_at + ANNOUNCE_INTERVAL {
             self.announce(&keys);
         }
         let outcome = self.compute(&rows);
-        self.computed = Some(ComputedStep { rows, is_decoding, outcome, began, began_wall });
+        self.computed = Some(ComputedStep { rows, is_decoding, outcome, began });
         true
     }
 
@@ -545,27 +543,19 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
     /// # Errors
     /// The device has failed.
     fn settle(&mut self, step: ComputedStep<G>) -> Result<(), String> {
-        let ComputedStep { rows, is_decoding, outcome, began, began_wall } = step;
+        let ComputedStep { rows, is_decoding, outcome, began } = step;
         self.steps += 1;
         let is_encoding = is_encoding(&rows);
         let tokens = rows.iter().map(|row| self.tokens_of(row)).sum();
         let pass = Pass { number: self.steps, size: rows.len(), tokens };
         // A row of one token does not count as a prompt, because the rows of answers have one token.
         let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|tokens| *tokens > 1).sum();
-        let tasks = self.tasks_of(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, began, pass, &mut too_large);
         let took = now() - began;
-        let fault = settled.as_ref().err().map(String::as_str);
         let reserved = ReservedTokens { now: self.scheduler.reserved(), max: self.queue.capacity.tokens };
-        self.observer.pass_ended(&EndedPass {
-            began: began_wall,
-            took,
-            pass,
-            tasks: &tasks,
-            reserved: Some(reserved),
-            fault,
-        });
+        let ended = EndedPass { took, pass, reserved: Some(reserved), has_failed: settled.is_err() };
+        self.observer.pass_ended(&ended);
         if self.network.has_even_steps() {
             self.learn_step_time(took);
         }
@@ -684,18 +674,6 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
             self.notices.deliver(&item, output);
         }
         Ok(())
-    }
-
-    /// The tasks of these rows, each listed once.
-    fn tasks_of(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
-        let task_of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
-        let mut tasks: Vec<Arc<TaskState>> = Vec::with_capacity(rows.len());
-        for task in rows.iter().filter_map(task_of) {
-            if !tasks.iter().any(|it| Arc::ptr_eq(it, &task)) {
-                tasks.push(task);
-            }
-        }
-        tasks
     }
 }
 

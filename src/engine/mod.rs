@@ -43,7 +43,7 @@ mod tests;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
@@ -282,23 +282,19 @@ pub trait Observer: Send {
     /// Nothing has been on the device for a while: reports this to the launcher now.
     fn report_idle(&self);
     /// A pass has ended.
-    fn pass_ended(&self, pass: &EndedPass<'_>);
+    fn pass_ended(&self, pass: &EndedPass);
 }
 
 /// A pass that has ended.
-pub struct EndedPass<'a> {
-    /// When it began.
-    pub began: SystemTime,
+pub struct EndedPass {
     /// How long the device was busy with it.
     pub took: Duration,
     /// Its number, inputs and tokens.
     pub pass: Pass,
-    /// The tasks of its inputs, each listed once.
-    pub tasks: &'a [Arc<TaskState>],
     /// Only for sequences.
     pub reserved: Option<ReservedTokens>,
-    /// Why the device failed in this pass, if it did.
-    pub fault: Option<&'a str>,
+    /// Whether the device failed in it.
+    pub has_failed: bool,
 }
 
 /// The tokens of keys and values that are reserved for running sequences.

@@ -4,7 +4,7 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 
@@ -13,7 +13,7 @@ use super::outputs::Lookahead;
 use super::queue::{InputQueue, Item};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{EndedPass, Expect, Notice, Pass, Queue, TaskState, now};
+use super::{EndedPass, Expect, Notice, Pass, Queue, now};
 use crate::batching::{Batch, Batcher, DeviceState, Group, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
@@ -241,8 +241,6 @@ struct Submitted<P: Processor, F: Forward> {
 struct Submission {
     number: u64,
     at: Instant,
-    /// The same time by the wall clock, for spans.
-    wall_time: SystemTime,
 }
 
 impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OnePass<P, F> {
@@ -258,7 +256,7 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OnePass<P, 
         self.network.notices.send_done();
         let Some(batch) = wanted else { return true };
         self.number += 1;
-        let submission = Submission { number: self.number, at: now(), wall_time: SystemTime::now() };
+        let submission = Submission { number: self.number, at: now() };
         let computing = self.submitted.as_ref().map(|submitted| &*submitted.batch.inputs);
         match self.network.submit(&batch.inputs, computing) {
             Ok(pending) => {
@@ -300,10 +298,7 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OnePass<P, 
         self.free_since = now();
         self.idle.begin(self.free_since);
         let took = self.free_since - began;
-        let tasks = tasks_of(&batch.inputs);
-        let fault = settled.as_ref().err().map(String::as_str);
-        let ended =
-            EndedPass { began: submission.wall_time, took, pass, tasks: &tasks, reserved: None, fault };
+        let ended = EndedPass { took, pass, reserved: None, has_failed: settled.is_err() };
         self.network.observer.pass_ended(&ended);
         match settled {
             Ok(_) => {
@@ -361,16 +356,4 @@ impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Loop for On
             }
         }
     }
-}
-
-/// The tasks of these inputs, each listed once.
-fn tasks_of<P: Processor>(items: &[Item<P>]) -> Vec<Arc<TaskState>> {
-    let mut tasks: Vec<Arc<TaskState>> = Vec::new();
-    for item in items {
-        // The inputs of one task are adjacent.
-        if tasks.last().is_none_or(|last| !Arc::ptr_eq(last, item.task())) {
-            tasks.push(item.task().clone());
-        }
-    }
-    tasks
 }

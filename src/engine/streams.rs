@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use super::continuous::{Arrived, Probe, SequenceQueue, Taken};
 use super::panics::guarded;
@@ -277,16 +277,7 @@ impl<P: Processor, S: Streams<Input = P::Input, Piece = P::Piece, Output = P::Ou
         // Tasks that run side by side count once.
         let took = time - self.busy_since.min(time);
         self.busy_since = time;
-        let tasks: Vec<_> = stream.item.iter().map(|item| item.task().clone()).collect();
-        let began = SystemTime::now() - took;
-        self.observer.pass_ended(&EndedPass {
-            began,
-            took,
-            pass,
-            tasks: &tasks,
-            reserved: None,
-            fault: None,
-        });
+        self.observer.pass_ended(&EndedPass { took, pass, reserved: None, has_failed: false });
     }
 
     /// One turn. Returns when the next is due.

@@ -7,7 +7,6 @@ use std::time::Instant;
 use crate::batching::Owner;
 use crate::protocol::control::TaskName;
 use crate::protocol::{TaskError, TaskErrorKind};
-use crate::telemetry::traces::TaskLink;
 
 const ENQUEUED: u8 = 0;
 const COMMITTED: u8 = 1;
@@ -24,8 +23,6 @@ pub struct TaskState {
     /// Whose it is: queues get the device by their shares, and the requesters of a queue get equal shares. A background
     /// task only fills up batches until it has waited long.
     pub owner: Owner,
-    /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
-    pub link: Option<Box<TaskLink>>,
     /// Changed by the worker (claim, withdraw, commit) and by the loop of one-pass models (commit).
     stage: AtomicU8,
     /// Set by the worker. Read by the model thread between passes, and by the worker's own threads.
@@ -40,7 +37,6 @@ impl TaskState {
             deadline,
             priority: 0,
             owner: Owner::default(),
-            link: None,
             stage: AtomicU8::new(ENQUEUED),
             cancelled: AtomicBool::new(false),
         }

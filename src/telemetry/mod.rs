@@ -1,5 +1,5 @@
 //! The subscriber of log events: decides where log lines go, their format and their filter. They go to stderr; stdout
-//! is for results and control lines. Spans of tasks and batches are in [`traces`].
+//! is for results and control lines. Spans of tasks are in [`traces`].
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 

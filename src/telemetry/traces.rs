@@ -1,4 +1,4 @@
-//! Spans: one for each task, in the trace that its producer began, and one for each batch, with links to its tasks.
+//! Spans: one for each task, in the trace that its producer began.
 //! Holds the tracer, which may be off. Decides the names and parents of spans. Ending a span never waits.
 //!
 //! | file | decides |
@@ -16,13 +16,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use opentelemetry::global::BoxedTracer;
-use opentelemetry::trace::{Link, Span as _, SpanContext, SpanKind, Status, TraceContextExt, Tracer};
+use opentelemetry::trace::{SpanKind, TraceContextExt, Tracer};
 use opentelemetry::{Context, KeyValue};
 
 pub use task::TaskSpan;
-
-/// A link from a batch to one of its tasks.
-pub type TaskLink = SpanContext;
 
 /// The worker that writes the spans. It is the same for all spans of a process.
 #[derive(Clone, Copy, Debug)]
@@ -39,23 +36,6 @@ pub struct SpanOrigin<'a> {
     pub queue: &'a str,
     /// OpenTelemetry's name of the broker: `rabbitmq`.
     pub system: &'static str,
-}
-
-/// A finished forward pass.
-#[derive(Debug)]
-pub struct ForwardPass<'a> {
-    /// When it began.
-    pub began: SystemTime,
-    /// Links to the recorded tasks in it, at most [`MAX_LINKS`].
-    pub links: Vec<TaskLink>,
-    /// The number of tasks in it, recorded or not.
-    pub tasks: usize,
-    /// The number of inputs in it.
-    pub inputs: usize,
-    /// The number of tokens in it.
-    pub tokens: usize,
-    /// Why the device failed, if it did.
-    pub fault: Option<&'a str>,
 }
 
 /// A task as it was delivered.
@@ -75,9 +55,6 @@ pub struct DeliveredTask<'a> {
     pub received_at: SystemTime,
 }
 
-/// Maximum number of links of a batch's span. Further tasks are only counted.
-pub const MAX_LINKS: usize = 128;
-
 /// Creates spans, or none if tracing is off. Clones share the exporter.
 #[derive(Clone, Default)]
 pub struct Traces(Option<Arc<Active>>);
@@ -94,8 +71,6 @@ struct Active {
     task_name: String,
     /// The constant attributes of a task's span.
     task_attributes: Vec<KeyValue>,
-    /// The constant attributes of a batch's span.
-    batch_attributes: Vec<KeyValue>,
 }
 
 impl Traces {
@@ -112,22 +87,17 @@ impl Traces {
     fn new(tracer: BoxedTracer, flush: Flush, origin: SpanOrigin<'_>) -> Self {
         let SpanOrigin { slot, device, model, queue, system, .. } = origin;
         let text = |key: &'static str, value: &str| KeyValue::new(key, Arc::<str>::from(value));
-        let batch_attributes =
-            vec![text("sconce.slot", slot), text("sconce.device", device), text("sconce.model", model)];
-        let mut task_attributes = vec![
+        let task_attributes = vec![
             KeyValue::new("messaging.system", system),
             text("messaging.destination.name", queue),
             KeyValue::new("messaging.operation.type", "process"),
             KeyValue::new("messaging.operation.name", "process"),
+            text("sconce.slot", slot),
+            text("sconce.device", device),
+            text("sconce.model", model),
         ];
-        task_attributes.extend(batch_attributes.iter().cloned());
         let task_name = format!("process {queue}");
-        Self(Some(Arc::new(Active { tracer, flush, task_name, task_attributes, batch_attributes })))
-    }
-
-    /// Whether spans are recorded.
-    pub fn is_on(&self) -> bool {
-        self.0.is_some()
+        Self(Some(Arc::new(Active { tracer, flush, task_name, task_attributes })))
     }
 
     /// Begins the span of a task; none if tracing is off.
@@ -157,30 +127,6 @@ impl Traces {
         };
         let span = active.tracer.build_with_context(builder, &context);
         Some(TaskSpan::new(span, continued))
-    }
-
-    /// Writes the span of a forward pass. It is in a trace of its own, since its tasks belong to many traces. Writes no
-    /// span if none of the tasks is recorded.
-    pub fn batch(&self, forward_pass: ForwardPass<'_>) {
-        let Some(active) = self.0.as_ref().filter(|_| !forward_pass.links.is_empty()) else { return };
-        let mut attributes = active.batch_attributes.clone();
-        attributes.extend([
-            KeyValue::new("sconce.batch.size", forward_pass.inputs as i64),
-            KeyValue::new("sconce.batch.tokens", forward_pass.tokens as i64),
-            KeyValue::new("sconce.batch.tasks", forward_pass.tasks as i64),
-        ]);
-        let links = forward_pass.links.into_iter().take(MAX_LINKS);
-        let builder = active
-            .tracer
-            .span_builder("forward")
-            .with_start_time(forward_pass.began)
-            .with_attributes(attributes)
-            .with_links(links.map(Link::with_context).collect());
-        let mut span = active.tracer.build_with_context(builder, &Context::new());
-        if let Some(fault) = forward_pass.fault {
-            span.set_status(Status::error(fault.to_owned()));
-        }
-        span.end();
     }
 
     /// Sends the ended spans to the collector, and blocks until they are sent, for at most `timeout`. Spans that end
@@ -273,22 +219,10 @@ mod tests {
         traces.task(|| delivered).unwrap()
     }
 
-    fn pass(links: Vec<TaskLink>) -> ForwardPass<'static> {
-        ForwardPass {
-            began: std::time::SystemTime::now(),
-            links,
-            tasks: 1,
-            inputs: 1,
-            tokens: 1,
-            fault: Some("gone"),
-        }
-    }
-
     #[test]
     fn with_tracing_off_no_span_begins_and_no_task_data_is_gathered() {
         let off = Traces::default();
-        assert!(off.task(|| unreachable!()).is_none() && !off.is_on());
-        off.batch(pass(Vec::new()));
+        assert!(off.task(|| unreachable!()).is_none());
         off.finish(Duration::ZERO);
     }
 
@@ -310,7 +244,7 @@ mod tests {
         assert_eq!(span.span_context.trace_state().header(), "vendor=1");
         let found: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
         assert_eq!((found.len(), found[0].value.as_str().as_ref()), (1, "failed"));
-        assert_eq!(span.status, Status::error("no"));
+        assert_eq!(span.status, opentelemetry::trace::Status::error("no"));
     }
 
     #[test]
@@ -320,19 +254,5 @@ mod tests {
         assert!(!span.is_continued() && context::parse(&span.traceparent(), None).is_some());
         drop(span);
         assert_eq!(only(&recorder).span_context.trace_state().header(), "");
-    }
-
-    #[test]
-    fn a_batch_is_recorded_if_one_of_its_tasks_is() {
-        let (traces, recorder) = traces(0.0);
-        assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
-        traces.batch(pass(Vec::new()));
-        assert!(recorder.take().is_empty());
-        let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
-        let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
-        traces.batch(pass(links));
-        let batch = only(&recorder);
-        assert_eq!((batch.links.len(), batch.status), (MAX_LINKS, Status::error("gone")));
-        assert_ne!(batch.span_context.trace_id().to_string(), TRACE);
     }
 }

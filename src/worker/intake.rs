@@ -276,7 +276,6 @@ impl<'a> Intake<'a> {
             requester: hash_of(accepted.task.requester()),
             background: self.shared.settlement.queues.tasks[delivery_tag.source].background,
         };
-        state.link = accepted.traced.link();
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant())
             || self.cancellations.had(&accepted.task)
         {

@@ -140,7 +140,7 @@ pub struct Control {
     pub cancellations: Cancellations,
     /// Jobs that were withdrawn.
     pub withdrawn: Withdrawn,
-    /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
+    /// Spans of tasks. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
 }
 

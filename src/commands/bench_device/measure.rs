@@ -66,7 +66,7 @@ impl Observer for Passes {
 
     fn report_idle(&self) {}
 
-    fn pass_ended(&self, passed: &EndedPass<'_>) {
+    fn pass_ended(&self, passed: &EndedPass) {
         let pass = Pass { inputs: passed.pass.size, tokens: passed.pass.tokens, took: passed.took };
         self.0.lock().push(pass);
     }

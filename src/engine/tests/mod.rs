@@ -76,9 +76,9 @@ impl Observer for Log {
         self.push(Report::IdleReported);
     }
 
-    fn pass_ended(&self, ended: &EndedPass<'_>) {
+    fn pass_ended(&self, ended: &EndedPass) {
         let Pass { size, tokens, .. } = ended.pass;
-        self.push(Report::PassEnded { inputs: size, tokens, fault: ended.fault.is_some() });
+        self.push(Report::PassEnded { inputs: size, tokens, fault: ended.has_failed });
         self.1.send_modify(|passes| *passes += 1);
     }
 }

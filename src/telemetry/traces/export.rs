@@ -6,18 +6,17 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use opentelemetry::global::BoxedTracer;
-use opentelemetry::trace::{Link, SpanKind, TraceId, TracerProvider as _};
-use opentelemetry::{Context, Key, KeyValue, Value};
+use opentelemetry::trace::TracerProvider as _;
+use opentelemetry::{Key, KeyValue, Value};
 use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{ExporterBuildError, Protocol, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{
-    BatchConfigBuilder, BatchSpanProcessor, Sampler, SamplingDecision, SamplingResult, SdkTracerProvider,
-    ShouldSample, SpanProcessor,
+    BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanProcessor,
 };
 use parking_lot::Mutex;
 
-use super::{Flush, MAX_LINKS};
+use super::Flush;
 use crate::telemetry::Throttle;
 
 /// Maximum number of finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
@@ -53,8 +52,7 @@ pub(super) fn tracer_and_flush(
 ) -> (BoxedTracer, Flush) {
     let provider = SdkTracerProvider::builder()
         .with_span_processor(processor)
-        .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
-        .with_max_links_per_span(MAX_LINKS as u32)
+        .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample))))
         .with_resource(resource(worker))
         .build();
     let tracer = BoxedTracer::new(Box::new(provider.tracer("sconce")));
@@ -87,29 +85,6 @@ fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBu
         .with_max_export_batch_size(BATCH_SIZE)
         .with_scheduled_delay(EXPORT_DELAY);
     Ok(BatchSpanProcessor::builder(exporter).with_batch_config(sizes.build()).build())
-}
-
-/// Records every span with links: a batch with a recorded task. For all other spans the parent or the inner sampler
-/// decides.
-#[derive(Clone, Debug)]
-struct Sampling(Sampler);
-
-impl ShouldSample for Sampling {
-    fn should_sample(
-        &self,
-        parent: Option<&Context>,
-        trace: TraceId,
-        name: &str,
-        kind: &SpanKind,
-        attributes: &[KeyValue],
-        links: &[Link],
-    ) -> SamplingResult {
-        let mut result = self.0.should_sample(parent, trace, name, kind, attributes, links);
-        if !links.is_empty() {
-            result.decision = SamplingDecision::RecordAndSample;
-        }
-        result
-    }
 }
 
 /// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.

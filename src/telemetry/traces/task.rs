@@ -8,7 +8,7 @@ use opentelemetry::trace::{Span as _, SpanContext, Status};
 use opentelemetry::{KeyValue, Value};
 use parking_lot::Mutex;
 
-use super::{TaskLink, context};
+use super::context;
 
 /// The span of a task. The span ends when this is dropped.
 pub struct TaskSpan {
@@ -41,11 +41,6 @@ impl TaskSpan {
     /// Whether the task's own headers name its trace. If so, their `tracestate` is passed on too.
     pub fn is_continued(&self) -> bool {
         self.continued
-    }
-
-    /// A link for the batches of the task; none if the task is not recorded.
-    pub fn link(&self) -> Option<TaskLink> {
-        self.context.is_sampled().then(|| self.context.clone())
     }
 
     /// Records an attribute; replaces an earlier one of the same name.

@@ -1,5 +1,5 @@
 //! Reports to the launcher: writes control lines to stdout, among them `stats` with the counters. `traced` writes the
-//! spans of tasks and batches. Owns the thread that writes to stdout, and the counters.
+//! spans of tasks. Owns the thread that writes to stdout, and the counters.
 
 mod traced;
 
@@ -12,14 +12,12 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use self::traced::write_batch_span;
 use super::Control;
 use crate::broker::Acker;
 use crate::engine::{EndedPass, Observer, ReservedTokens};
 use crate::protocol::control::{Event, TaskName, encode};
 use crate::protocol::stats::{Stats, WorkerState};
 use crate::shutdown::{Phase, Stop};
-use crate::telemetry::traces::Traces;
 
 pub(super) use self::traced::Traced;
 
@@ -208,16 +206,15 @@ impl ControlOutput {
     }
 }
 
-/// Reports the model thread's work to the launcher, the counters and the spans.
+/// Reports the model thread's work to the launcher and the counters.
 pub(super) struct DeviceReport {
     reporter: Reporter,
     counters: Arc<Counters>,
-    traces: Traces,
 }
 
 impl DeviceReport {
     pub(super) fn new(control: &Control, counters: Arc<Counters>) -> Self {
-        Self { reporter: control.reporter.clone(), counters, traces: control.traces.clone() }
+        Self { reporter: control.reporter.clone(), counters }
     }
 }
 
@@ -235,9 +232,8 @@ impl Observer for DeviceReport {
         self.reporter.report_idle();
     }
 
-    fn pass_ended(&self, pass: &EndedPass<'_>) {
-        write_batch_span(&self.traces, pass);
-        if pass.fault.is_none() {
+    fn pass_ended(&self, pass: &EndedPass) {
+        if !pass.has_failed {
             let (inputs, tokens) = (pass.pass.size, pass.pass.tokens);
             self.counters.count(|stats| {
                 stats.observe_batch(inputs, tokens, pass.took.as_secs_f64());

@@ -1,16 +1,13 @@
-//! Writes a worker's spans: for a task its outcome and the durations of its stages, for a batch its size and its tasks.
-//! If tracing is off, each call costs one branch.
+//! Writes the span of a task: its outcome, the durations of its stages and the size of its batch. If tracing is off,
+//! each call costs one branch.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use crate::engine::{EndedPass, Pass};
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::reply::micros;
 use crate::protocol::{Message, Task, TaskError, Timings, shorten};
-use crate::telemetry::traces::{
-    DeliveredTask, ForwardPass as BatchSpan, MAX_LINKS, TaskLink, TaskSpan, Traces,
-};
+use crate::telemetry::traces::{DeliveredTask, TaskSpan, Traces};
 
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
@@ -58,11 +55,6 @@ impl Traced {
             Box::new(Begun { span, settling_since: None, settled: AtomicBool::new(false) })
         });
         Self(begun)
-    }
-
-    /// The link to this task for the spans of its batches.
-    pub(in crate::worker) fn link(&self) -> Option<Box<TaskLink>> {
-        self.0.as_ref()?.span.link().map(Box::new)
     }
 
     /// Records these timings, and that the task's outcome is about to be published.
@@ -150,21 +142,4 @@ impl Traced {
 fn fail(span: &TaskSpan, error: &TaskError) {
     span.set_attribute("error.type", error.kind.names().code);
     span.fail(shorten(&error.message, MAX_ERROR_CHARS));
-}
-
-/// Writes the span of a forward pass, if tracing is on.
-pub(in crate::worker) fn write_batch_span(traces: &Traces, passed: &EndedPass<'_>) {
-    if !traces.is_on() {
-        return;
-    }
-    let links = passed.tasks.iter().filter_map(|task| task.link.as_deref().cloned());
-    let Pass { size, tokens, .. } = passed.pass;
-    traces.batch(BatchSpan {
-        began: passed.began,
-        links: links.take(MAX_LINKS).collect(),
-        tasks: passed.tasks.len(),
-        inputs: size,
-        tokens,
-        fault: passed.fault,
-    });
 }

@@ -1,4 +1,4 @@
-//! Tests of spans: in which trace a task, its attempts, its reply and its dead letter are, and to which tasks a batch links.
+//! Tests of spans: in which trace a task, its attempts, its reply and its dead letter are.
 //! How they reach a collector is shown over RabbitMQ (`tests/rabbitmq`).
 
 use opentelemetry_sdk::trace::SpanData;
@@ -48,35 +48,12 @@ fn ids(context: &opentelemetry::trace::SpanContext) -> [String; 2] {
     [context.trace_id().to_string(), context.span_id().to_string()]
 }
 
-/// Ends the worker, and returns the spans of tasks and those of batches, each in the order of their beginnings.
-async fn spans(rig: Rig, recorder: &Recorder) -> (Vec<SpanData>, Vec<SpanData>) {
+/// Ends the worker, and returns the spans of its tasks in the order of their beginnings.
+async fn spans(rig: Rig, recorder: &Recorder) -> Vec<SpanData> {
     assert_eq!(rig.finish().await.0, Ended::Drained);
     let mut spans = recorder.take();
     spans.sort_by_key(|span| span.start_time);
-    spans.into_iter().partition(|span| span.name != "forward")
-}
-
-#[tokio::test(flavor = "local", start_paused = true)]
-async fn a_batchs_span_links_to_each_of_its_tasks_once() {
-    let (rig, recorder) = start(1.0);
-    rig.memory.deliver([task("first", "mine", &json!({"input": 1, "sleep_ms": 500}))]);
-    rig.until_computing("first").await;
-    rig.memory.deliver(["a", "b"].map(|id| traced(id, "01")));
-    let replies = rig.memory.until_published("mine", 3).await;
-    let (_, batches) = spans(rig, &recorder).await;
-    let [alone, batch] = &batches[..] else { panic!("{batches:?}") };
-    assert_eq!((alone.links.len(), &*attribute(alone, "sconce.batch.tasks")), (1, "1"));
-    for (name, number) in [("size", "4"), ("tokens", "4"), ("tasks", "2")] {
-        assert_eq!(attribute(batch, &format!("sconce.batch.{name}")), number, "{name}");
-    }
-    assert_eq!(batch.parent_span_id.to_string(), NOBODY, "in a trace of its own");
-    assert_ne!(batch.span_context.trace_id().to_string(), TRACE);
-    let mut links: Vec<_> = batch.links.iter().map(|link| ids(&link.span_context)).collect();
-    let tasks = replies.iter().filter(|reply| id(reply) != "first").map(context);
-    let mut tasks: Vec<_> = tasks.map(|[trace, span, _]| [trace, span]).collect();
-    links.sort();
-    tasks.sort();
-    assert_eq!(links, tasks);
+    spans
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
@@ -85,7 +62,7 @@ async fn without_a_context_that_can_be_read_a_trace_begins_here() {
     let unreadable = [("traceparent", "00-1-2-01"), ("tracestate", "vendor=1")];
     rig.memory.deliver([untraced("none"), with_headers(untraced("malformed"), &unreadable)]);
     let replies = rig.memory.until_published("mine", 2).await;
-    let (tasks, _) = spans(rig, &recorder).await;
+    let tasks = spans(rig, &recorder).await;
     for reply in &replies {
         let [trace, span_id, flags] = context(reply);
         assert!(status(reply) == 200 && !trace.trim_matches('0').is_empty() && flags == "01", "{reply:?}");
@@ -107,11 +84,9 @@ async fn what_upstream_decided_about_recording_wins_over_the_sample() {
     }
     rig.memory.deliver([traced("recorded", "01")]);
     assert_eq!(context(&rig.memory.until_published("mine", 3).await[2])[2], "01");
-    let (tasks, batches) = spans(rig, &recorder).await;
+    let tasks = spans(rig, &recorder).await;
     let [task] = &tasks[..] else { panic!("{tasks:?}") };
     assert_eq!(attribute(task, "messaging.message.id"), "recorded");
-    assert_eq!(batches.len(), 1, "only that with a recorded task: {batches:?}");
-    assert_eq!(ids(&batches[0].links.iter().next().unwrap().span_context), ids(&task.span_context));
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
@@ -124,7 +99,7 @@ async fn all_attempts_at_a_task_are_in_one_trace() {
         rig.memory.deliver(again[2 * attempt - 2..].iter().cloned());
     }
     let replies = rig.memory.until_published("mine", 2).await;
-    let (tasks, _) = spans(rig, &recorder).await;
+    let tasks = spans(rig, &recorder).await;
     for reply in &replies {
         assert_eq!((status(reply), reply.properties.headers["attempt"].as_i64()), (500, Some(3)));
         let [trace, span_id, _] = context(reply);
