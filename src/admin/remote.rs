@@ -20,12 +20,6 @@ use crate::telemetry::Throttle;
 /// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read
 /// its control lines.
 pub(super) const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest wait for workers to report their counts. They do so at once, unless they hang; then the board has what
-/// they reported last. It is shorter than the time for which `sconce ctl` waits for further launchers.
-const STATS_TIMEOUT: Duration = Duration::from_millis(100);
-/// Requests within this time share the workers' counts, so that a flood of requests does not wait for the workers each
-/// time.
-const COUNTS_SHARED_FOR: Duration = Duration::from_millis(100);
 /// The longest wait for the broker to accept an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The shortest time between two log lines about refused requests.
@@ -49,8 +43,6 @@ pub struct ControlledLauncher {
     pub answer_permit: Semaphore,
     /// Bounds the log lines about refused requests.
     pub refusals: Mutex<Throttle>,
-    /// Bounds how often workers are asked for their counts.
-    pub counts: Mutex<Throttle>,
 }
 
 /// Serves requests until the broker refuses the connection or is unreachable for too long.
@@ -160,18 +152,12 @@ impl ControlledLauncher {
     }
 
     /// Validates an order, sets the launcher's own log filter if the order asks for that, and has the slots carry out
-    /// the order. For a query of the counts, has the workers report them.
+    /// the order. A query changes nothing.
     async fn carry_out(
         &self,
         request: &ControlRequest,
         target: &Target,
     ) -> Result<BTreeMap<String, Outcome>, String> {
-        if *request == ControlRequest::Stats
-            && self.counts.lock().pass(COUNTS_SHARED_FOR, Instant::now()).is_some()
-        {
-            let reported = self.handle.order(target.clone(), ControlRequest::Stats);
-            drop(tokio::time::timeout(STATS_TIMEOUT, reported).await);
-        }
         if request.is_query() {
             return Ok(BTreeMap::new());
         }

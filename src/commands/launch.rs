@@ -128,7 +128,6 @@ async fn serve(
         log_filter: telemetry::set_filter,
         answer_permit: Semaphore::new(1),
         refusals: Mutex::default(),
-        counts: Mutex::default(),
     });
     spawn_control(settings, &controlled)?;
     let handle = launching.handle();

@@ -225,7 +225,6 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
                 control.reporter.try_send(&Event::Cancelled { cancellation, tasks: 0 });
             }
         }
-        Command::ReportStats { number } => control.reporter.request_stats(number),
         Command::CancelAll { cancellations } => _ = control.cancellations.add(cancellations),
         Command::Withdrawals { withdrawn } => control.withdrawn.add_earlier(&withdrawn, Instant::now()),
         Command::Start { .. } => tracing::warn!("a second `start` is ignored"),

@@ -54,13 +54,11 @@ pub(super) struct Circumstances {
 }
 
 impl Circumstances {
-    /// The reason for the end, and a text if the exit status alone does not explain it. `recent_event`: the last event
-    /// on the device, if it was shortly before the end.
+    /// The reason for the end, and a text if the exit status alone does not explain it.
     pub(super) fn reason(
         &self,
         death: &Death,
         status: Option<ExitStatus>,
-        recent_event: Option<&DeviceFault>,
     ) -> (RestartReason, Option<String>) {
         if let Some(fault) = &self.fault {
             let message = match fault {
@@ -72,22 +70,9 @@ impl Circumstances {
         if let Some((reason, message)) = &self.unfit {
             return ((*reason).into(), Some(shorten(message, MESSAGE_BYTES)));
         }
-        let event_may_be_the_cause = match death.exit {
-            Some(Exit::DeviceFailed | Exit::Internal) => true,
-            Some(_) => false,
-            None => status.is_some(),
-        };
-        match recent_event.filter(|_| event_may_be_the_cause) {
-            Some(device_fault) => (
-                device_fault.kind.reason(),
-                Some(format!("{}, and then the worker died", device_fault.message)),
-            ),
-            None => {
-                let hint = self.kill_hint.as_ref().filter(|_| death.exit.is_none());
-                let message = hint.zip(status).map(|(hint, status)| format!("{status}: {hint}"));
-                (reason_by_exit_status(death, status), message)
-            }
-        }
+        let hint = self.kill_hint.as_ref().filter(|_| death.exit.is_none());
+        let message = hint.zip(status).map(|(hint, status)| format!("{status}: {hint}"));
+        (reason_by_exit_status(death, status), message)
     }
 }
 
@@ -126,45 +111,36 @@ mod tests {
         (death, Some(ExitStatus::from_raw(code << 8)))
     }
 
-    fn device_fault(kind: Kind) -> DeviceFault {
-        DeviceFault { kind, message: "Xid 31: x".to_owned() }
-    }
-
     #[test]
     fn faults_and_reports_take_precedence_over_the_exit_status() {
         let (death, status) = ended(83);
-        let name = |it: &Circumstances, recent_event: Option<&DeviceFault>| {
-            let (reason, message) = it.reason(&death, status, recent_event);
+        let name = |it: &Circumstances| {
+            let (reason, message) = it.reason(&death, status);
             (reason.as_str(), message)
         };
-        let recent_event = Some(&device_fault(Kind::Xid));
         let mut it = Circumstances::default();
-        assert_eq!(name(&it, None), ("device_failed", None));
-        let message = Some("Xid 31: x, and then the worker died".to_owned());
-        assert_eq!(name(&it, recent_event), ("xid", message));
+        assert_eq!(name(&it), ("device_failed", None));
         it.unfit = Some((Unfit::TooSlow, "slow".to_owned()));
-        assert_eq!(name(&it, recent_event), ("too_slow", Some("slow".to_owned())));
-        it.fault = Some(Fault::Device(device_fault(Kind::OffTheBus)));
-        assert_eq!(name(&it, recent_event), ("off_the_bus", Some("Xid 31: x".to_owned())));
+        assert_eq!(name(&it), ("too_slow", Some("slow".to_owned())));
+        let lost = DeviceFault { kind: Kind::OffTheBus, message: "lost".to_owned() };
+        it.fault = Some(Fault::Device(lost));
+        assert_eq!(name(&it), ("off_the_bus", Some("lost".to_owned())));
         it.fault = Some(Fault::Stuck);
-        assert_eq!(name(&it, recent_event), ("stuck", None));
+        assert_eq!(name(&it), ("stuck", None));
     }
 
     #[test]
-    fn an_event_on_the_device_does_not_replace_the_exit_codes_own_reason() {
+    fn an_exit_code_has_its_own_reason() {
         for (code, name) in
             [(81, "broker_lost"), (82, "model_failed"), (78, "bad_configuration"), (0, "other")]
         {
             let (death, status) = ended(code);
-            let recent_event = device_fault(Kind::Xid);
-            let (reason, message) = Circumstances::default().reason(&death, status, Some(&recent_event));
+            let (reason, message) = Circumstances::default().reason(&death, status);
             assert_eq!((reason.as_str(), message), (name, None));
         }
         let (death, _) = ended(99);
         let killed = Some(ExitStatus::from_raw(9));
-        let reason = |recent_event| Circumstances::default().reason(&death, killed, recent_event).0;
-        assert_eq!(reason(None), RestartReason::Killed);
-        assert_eq!(reason(Some(&device_fault(Kind::Ecc))), RestartReason::Ecc);
+        assert_eq!(Circumstances::default().reason(&death, killed).0, RestartReason::Killed);
     }
 
     #[test]
@@ -173,10 +149,10 @@ mod tests {
         let killed = Some(ExitStatus::from_raw(9));
         let mut it = Circumstances { kill_hint: Some("a hint".to_owned()), ..Circumstances::default() };
         let message = Some("signal: 9 (SIGKILL): a hint".to_owned());
-        assert_eq!(it.reason(&death, killed, None), (RestartReason::Killed, message));
+        assert_eq!(it.reason(&death, killed), (RestartReason::Killed, message));
         let (settled, _) = ended(0);
-        assert_eq!(it.reason(&settled, killed, None), (RestartReason::Other, None));
+        assert_eq!(it.reason(&settled, killed), (RestartReason::Other, None));
         it.fault = Some(Fault::Stuck);
-        assert_eq!(it.reason(&death, killed, None), (RestartReason::Stuck, None));
+        assert_eq!(it.reason(&death, killed), (RestartReason::Stuck, None));
     }
 }

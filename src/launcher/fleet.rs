@@ -13,7 +13,8 @@ use tokio::time::timeout;
 
 use super::LauncherContext;
 use super::order::{LauncherRequest, Outcome, SlotCommand};
-use super::slot_state::{Slot, SlotEnd};
+use super::restart::RestartReason;
+use super::slot_state::{Replacement, Slot, SlotEnd};
 use super::status_board::{Entry, SlotStatus};
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{ControlRequest, State, Target};
@@ -243,7 +244,9 @@ impl Fleet {
                 let slot = new.slot.clone();
                 let Ok(permit) = turn.clone().acquire_owned().await else { continue };
                 let (reply, outcome) = oneshot::channel();
-                let sent = orders.send(SlotCommand::Replace(Box::new(new), permit, reply)).await;
+                let replacement =
+                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(reply) };
+                let sent = orders.send(SlotCommand::Replace(Box::new(new), replacement)).await;
                 match outcome.await {
                     Ok(Err(message)) => return Err(format!("slot {slot}: {message}")),
                     Ok(Ok(())) => replaced += 1,

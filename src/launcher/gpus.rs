@@ -1,10 +1,9 @@
 //! The GPUs of this host, as NVML reports them: resolves a `devices` entry, and decides which GPU can take a
-//! worker. Pure, except `nvml`, `raw` and `watch`, which call the driver. Never opens CUDA, because that may create a
+//! worker. Pure, except `nvml` and `watch`, which call the driver. Never opens CUDA, because that may create a
 //! context on each device.
 
 pub(super) mod device_fault;
 mod nvml;
-mod raw;
 pub(super) mod watch;
 
 use serde::Serialize;

@@ -16,30 +16,23 @@ use crate::shutdown::Exit;
 /// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// A line about a created queue is logged at most once in this time. Workers that start together declare the same
-/// queues at the same moment, and AMQP does not report which of them created a queue.
-pub(super) const QUEUE_MADE_WINDOW: Duration = Duration::from_secs(10);
+/// A text that several workers report is logged at most once in this time.
+const WINDOW: Duration = Duration::from_secs(60);
 
-/// A reason for which a model cannot be loaded is logged at most once in this time. A pool's slots fail together, and
-/// each fails several times.
-pub(super) const REASON_WINDOW: Duration = Duration::from_secs(60);
-
-/// Texts that several workers report and that are logged once in a window of time. Slots and the handles of their
-/// workers read and write it. Bound: the texts of the last window.
-pub(super) struct RecentlyLogged {
-    window: Duration,
-    logged_at: Mutex<HashMap<String, Instant>>,
-}
+/// Texts that several workers report, and when they were logged. Slots and the handles of their workers read and write
+/// it. Bound: the texts of the last [`WINDOW`].
+///
+/// - A created queue: workers that start together declare the same queues at the same moment, and AMQP does not report
+///   which of them created a queue.
+/// - A reason for which a model cannot be loaded: a pool's slots fail together, and each fails several times.
+#[derive(Default)]
+pub(super) struct RecentlyLogged(Mutex<HashMap<String, Instant>>);
 
 impl RecentlyLogged {
-    pub(super) fn new(window: Duration) -> Self {
-        Self { window, logged_at: Mutex::default() }
-    }
-
     /// Whether this text was logged within the window. Records it otherwise.
     pub(super) fn check_and_record(&self, text: &str, now: Instant) -> bool {
-        let mut logged_at = self.logged_at.lock();
-        logged_at.retain(|_, at| now.saturating_duration_since(*at) < self.window);
+        let mut logged_at = self.0.lock();
+        logged_at.retain(|_, at| now.saturating_duration_since(*at) < WINDOW);
         let is_known = logged_at.contains_key(text);
         if !is_known {
             logged_at.insert(text.to_owned(), now);
@@ -141,16 +134,16 @@ mod tests {
 
     #[test]
     fn a_text_that_several_workers_report_is_logged_once_in_a_window() {
-        let (logged, now) = (RecentlyLogged::new(REASON_WINDOW), Instant::now());
+        let (logged, now) = (RecentlyLogged::default(), Instant::now());
         let known = ["no folder a", "no folder a", "no folder b"].map(|it| logged.check_and_record(it, now));
         assert_eq!(known, [false, true, false]);
-        assert!(!logged.check_and_record("no folder a", now + REASON_WINDOW));
+        assert!(!logged.check_and_record("no folder a", now + WINDOW));
     }
 
     #[test]
     fn of_repeated_lines_only_those_about_created_queues_are_dropped() {
         static FORWARDED: Mutex<Vec<String>> = Mutex::new(Vec::new());
-        let logged = RecentlyLogged::new(QUEUE_MADE_WINDOW);
+        let logged = RecentlyLogged::default();
         for text in [&format!("{QUEUE_MADE} a"), "ready", &format!("{QUEUE_MADE} a"), "ready"] {
             let line = format!(r#"{{"level":"INFO","fields":{{"message":"{text}"}}}}"#);
             let raw: RawLines = |line| FORWARDED.lock().push(line.to_owned());

@@ -126,10 +126,8 @@ struct LauncherContext {
     replacement_turn: Arc<Semaphore>,
     /// Writes workers' log lines unchanged, if the launcher's log is JSON too.
     raw_lines: Option<RawLines>,
-    /// Log lines about newly created queues. Each is logged once for all workers within a short time.
-    logged_queues: logs::RecentlyLogged,
-    /// The reasons why models could not be loaded. Each is logged once for all slots.
-    logged_reasons: logs::RecentlyLogged,
+    /// What is logged once for all workers.
+    logged: logs::RecentlyLogged,
     /// Kills workers that outlive the launcher.
     guard: Arc<Guard>,
     /// Cancelled jobs and withdrawn sentinels of `sconce stop`, for workers that start later.
@@ -196,8 +194,7 @@ impl PreparedLauncher {
             board,
             replacement_turn: Arc::new(Semaphore::new(1)),
             raw_lines,
-            logged_queues: logs::RecentlyLogged::new(logs::QUEUE_MADE_WINDOW),
-            logged_reasons: logs::RecentlyLogged::new(logs::REASON_WINDOW),
+            logged: logs::RecentlyLogged::default(),
             guard,
             withdrawals: Arc::default(),
             reached_broker: Mutex::default(),

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 
+use super::slot_state::Replacement;
 use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{ControlRequest, Target};
@@ -43,8 +44,8 @@ pub(super) enum SlotCommand {
     /// An order from outside.
     Order(ControlRequest, oneshot::Sender<Outcome>),
     /// An order from the fleet to replace the worker by one with other settings, in the way that `launcher.replace`
-    /// sets. While the permit exists, no other slot replaces its worker.
-    Replace(Box<Assignment>, OwnedSemaphorePermit, oneshot::Sender<Result<(), String>>),
+    /// sets.
+    Replace(Box<Assignment>, Replacement),
 }
 
 /// A request to the launcher.
@@ -73,7 +74,7 @@ impl Handle {
     }
 
     /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress when
-    /// this returns. Queries change nothing; [`ControlRequest::Stats`] has the workers report their counts to the board.
+    /// this returns. Queries change nothing.
     pub async fn order(&self, target: Target, order: ControlRequest) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
         let _ = self.requests.send(LauncherRequest::Order { target, order, answer }).await;

@@ -62,10 +62,8 @@ named_enum! {
         WrongResult => "wrong_result",
         /// Its device is far slower than it should be.
         TooSlow => "too_slow",
-        /// The driver reports an error of its device.
+        /// The driver wants a recovery action, such as a reset of its device.
         Xid => "xid",
-        /// Its device has a memory error that cannot be corrected.
-        Ecc => "ecc",
         /// The driver cannot find its device any more.
         OffTheBus => "off_the_bus",
         /// Its settings or command line are wrong, or the broker refuses them.
@@ -161,7 +159,6 @@ mod tests {
             "wrong_result",
             "too_slow",
             "xid",
-            "ecc",
             "off_the_bus",
             "bad_configuration",
             "recycled",

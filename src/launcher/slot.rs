@@ -11,7 +11,7 @@ use super::fault::Fault;
 use super::order::{Done, SlotCommand};
 use super::replace::successor_event;
 use super::restart::{RestartReason, Verdict, judge};
-use super::slot_state::{NextAction, Replacement, Slot, SlotEnd, Successor};
+use super::slot_state::{NextAction, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
 use super::worker_handle::{SpawnError, WorkerHandle};
 use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
@@ -63,8 +63,8 @@ impl Slot {
         }
         // If a model cannot be loaded, all slots of its pool fail for the same reason, and most of them several times.
         let is_load_failure = death.exit.is_some_and(Exit::is_load_failure);
-        let was_logged = is_load_failure
-            && self.context.logged_reasons.check_and_record(&worker_exit.message, Instant::now());
+        let was_logged =
+            is_load_failure && self.context.logged.check_and_record(&worker_exit.message, Instant::now());
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
                 tracing::info!(slot, cause = worker_exit.message, "stopped on request");
@@ -135,16 +135,13 @@ impl Slot {
     ) -> Option<NextAction> {
         let (order, answer) = match slot_command {
             SlotCommand::Order(order, answer) => (order, answer),
-            SlotCommand::Replace(assignment, permit, answer) if is_failing => {
-                self.start_probation(
-                    *assignment,
-                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) },
-                );
+            SlotCommand::Replace(assignment, replacement) if is_failing => {
+                self.start_probation(*assignment, replacement);
                 return Some(NextAction::Start);
             }
-            SlotCommand::Replace(assignment, _permit, answer) => {
+            SlotCommand::Replace(assignment, replacement) => {
                 self.set_assignment(*assignment);
-                let _ = answer.send(Ok(()));
+                replacement.report(Ok(()));
                 return None;
             }
         };
@@ -280,23 +277,16 @@ impl Slot {
     ) {
         let (order, answer) = match slot_command {
             SlotCommand::Order(order, answer) => (order, answer),
-            SlotCommand::Replace(assignment, permit, answer) if current.is_ending() => {
-                let replacement =
-                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
-                match next_action {
-                    NextAction::Start => self.start_probation(*assignment, replacement),
-                    // The next worker of this slot, if any, gets these settings.
-                    _ => {
-                        self.set_assignment(*assignment);
-                        replacement.report(Ok(()));
-                    }
-                }
-                return;
-            }
-            SlotCommand::Replace(assignment, permit, answer) => {
-                let replacement =
-                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
+            SlotCommand::Replace(assignment, replacement) if !current.is_ending() => {
                 return self.replace(*assignment, replacement, current, successor, next_action).await;
+            }
+            SlotCommand::Replace(assignment, replacement) => {
+                if let NextAction::Start = next_action {
+                    return self.start_probation(*assignment, replacement);
+                }
+                // The next worker of this slot, if any, gets these settings.
+                self.set_assignment(*assignment);
+                return replacement.report(Ok(()));
             }
         };
         let outcome = self.record_override(&order);
@@ -321,8 +311,9 @@ impl Slot {
             ControlRequest::CancelAll(cancellations) => {
                 Command::CancelAll { cancellations: cancellations.to_vec() }
             }
-            ControlRequest::Stats => return current.report_stats(answer).await,
-            ControlRequest::Ping | ControlRequest::Active => return drop(answer.send(Ok(outcome.into()))),
+            ControlRequest::Ping | ControlRequest::Stats | ControlRequest::Active => {
+                return drop(answer.send(Ok(outcome.into())));
+            }
             ControlRequest::Drain | ControlRequest::Shutdown | ControlRequest::Restart => {
                 *next_action = match order {
                     ControlRequest::Drain => NextAction::Hold,

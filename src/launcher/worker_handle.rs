@@ -57,13 +57,8 @@ pub(super) struct WorkerHandle {
     /// Cancellations that were sent to the worker and not answered yet, with the channels for their outcomes. Bound:
     /// only operators' cancellations are kept, and each new one removes those for which nobody waits any more.
     cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
-    /// The number of the latest `report_stats`.
-    stats_requests: u64,
     /// [`oom::kills`] at its start.
     oom_kills: Option<u64>,
-    /// The channels of those who wait for the worker's counts, each with the number of its `report_stats`. Bound: each
-    /// new one removes those for which nobody waits any more.
-    awaiting_stats: Vec<(u64, oneshot::Sender<Outcome>)>,
 }
 
 pub(super) enum WorkerEvent {
@@ -91,7 +86,7 @@ impl WorkerHandle {
         overrides: &Overrides,
         is_successor: bool,
     ) -> Result<Self, SpawnError> {
-        context.device_health.start_listening(&assignment.device);
+        context.device_health.start_watching(&assignment.device);
         // Subscribes before the driver's state is read, so that no later fault is missed.
         let device_watch = context.device_health.device_watch(&assignment.device);
         if let Some(device_fault) = context.device_health.blocking_fault(&assignment.device) {
@@ -132,9 +127,7 @@ impl WorkerHandle {
             device_watch,
             assignment,
             cancelling: Vec::new(),
-            stats_requests: 0,
             oom_kills: oom::kills(),
-            awaiting_stats: Vec::new(),
         })
     }
 
@@ -156,18 +149,6 @@ impl WorkerHandle {
         self.cancelling.retain(|(_, answer)| !answer.is_closed());
         self.cancelling.push((cancellation.clone(), answer));
         self.send(&Command::Cancel(cancellation)).await;
-    }
-
-    /// Has it report its counts now. The answer is sent when the board has them, or at once if it is not ready, since it
-    /// then has counted nothing.
-    pub(super) async fn report_stats(&mut self, answer: oneshot::Sender<Outcome>) {
-        if self.monitor.ready_at.is_none() {
-            return drop(answer.send(Ok("nothing to count".into())));
-        }
-        self.stats_requests += 1;
-        self.awaiting_stats.retain(|(_, answer)| !answer.is_closed());
-        self.awaiting_stats.push((self.stats_requests, answer));
-        self.send(&Command::ReportStats { number: self.stats_requests }).await;
     }
 
     /// Tells it to finish its tasks and to end, within the grace.
@@ -202,7 +183,7 @@ impl WorkerHandle {
                 &self.assignment.slot,
                 &line,
                 context.raw_lines,
-                &context.logged_queues,
+                &context.logged,
             )),
             WorkerEvent::Child(ChildEvent::Ended(status)) => return ControlFlow::Break(Some(status)),
             WorkerEvent::Step => {
@@ -229,11 +210,6 @@ impl WorkerHandle {
         {
             let (_, answer) = self.cancelling.remove(index);
             let _ = answer.send(Ok(Done::cancelled(*tasks)));
-        }
-        if let Event::StatsReported { number } = &event {
-            for (_, answer) in self.awaiting_stats.extract_if(.., |(requested, _)| *requested <= *number) {
-                let _ = answer.send(Ok("its worker has reported its counts".into()));
-            }
         }
         if self.monitor.handle_event(event, context, &self.assignment).is_err() {
             self.process.kill();
@@ -300,12 +276,7 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
         // The fault that `Unfit` reports is in the worker's own log, and in the reason for its end.
         Ok(
-            Event::Loading
-            | Event::Serving
-            | Event::Stats(_)
-            | Event::StatsReported { .. }
-            | Event::Cancelled { .. }
-            | Event::Unfit { .. },
+            Event::Loading | Event::Serving | Event::Stats(_) | Event::Cancelled { .. } | Event::Unfit { .. },
         ) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }

@@ -309,7 +309,7 @@ impl WorkerMonitor {
             tracing::warn!(slot, status, "the worker died after it had ended its work");
             self.death.exit = Some(exit);
         }
-        let mut is_device_fault = self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault);
+        let is_device_fault = self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault);
         if is_device_fault && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
             self.death.exit = Some(Exit::DeviceFailed);
         }
@@ -320,10 +320,7 @@ impl WorkerMonitor {
         if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);
         }
-        let recent_event = context.device_health.recent_event(&assignment.device);
-        let (reason, message) = self.circumstances.reason(&self.death, status, recent_event.as_ref());
-        // An uncorrectable memory error is never a task's fault. Other events on the device may be.
-        is_device_fault |= reason == RestartReason::Ecc;
+        let (reason, message) = self.circumstances.reason(&self.death, status);
         let mut tasks = std::mem::take(&mut self.on_device);
         for task in std::mem::take(&mut self.preprocessing) {
             if !tasks.contains(&task) {
@@ -410,7 +407,6 @@ fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
         | Event::Preprocessing { .. }
         | Event::Cancelled { .. }
         | Event::Stats(_)
-        | Event::StatsReported { .. }
         | Event::Unfit { .. }
         | Event::Stopped { .. } => {}
     }

@@ -56,11 +56,6 @@ pub enum Command {
         /// At most [`MAX_CANCELLATIONS`].
         cancellations: Vec<Cancellation>,
     },
-    /// Send `Stats` now, and then `StatsReported` with the same number.
-    ReportStats {
-        /// The number of this command. Later commands have higher numbers, from 1 on.
-        number: u64,
-    },
     /// Take no more tasks, finish the accepted ones, exit.
     Finish,
     /// Finish the tasks on the device, requeue the rest, exit.
@@ -190,11 +185,6 @@ pub enum Event {
     },
     /// The counts since the previous event of this kind, and the worker's state.
     Stats(Box<Stats>),
-    /// Everything that the worker had counted when `ReportStats` arrived is reported.
-    StatsReported {
-        /// The number of the latest `ReportStats`. All earlier ones are answered too.
-        number: u64,
-    },
     /// The worker takes tasks, for the first time or after a pause.
     Serving,
     /// The worker has paused: it takes no more tasks, and has settled all accepted ones.

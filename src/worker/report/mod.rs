@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 
 use super::Control;
 use crate::broker::Acker;
@@ -39,9 +39,6 @@ pub struct Reporter {
     /// [`Reporter::try_send`] drops its event, and [`Reporter::send`] waits. That does not last: a launcher that does
     /// not read is about to end.
     lines: mpsc::Sender<Line>,
-    /// The number of the launcher's latest `report_stats`; 0 if there was none. Written by the reader of the launcher's
-    /// commands, read by [`send_stats`].
-    stats_requests: Arc<watch::Sender<u64>>,
     /// Locked for one write, by the writing thread, the model thread or a preprocess thread.
     out: Arc<Mutex<ControlOutput>>,
 }
@@ -116,7 +113,7 @@ impl Reporter {
             device: Device::ReportedIdle,
             preprocessing: Vec::new(),
         }));
-        (Self { lines, stats_requests: Arc::default(), out }, queued)
+        (Self { lines, out }, queued)
     }
 
     /// Reports the tasks of a forward pass before it begins. The line is written when this returns, since the process
@@ -158,11 +155,6 @@ impl Reporter {
     /// Sends an event, or drops it if the channel of lines is full.
     pub fn try_send(&self, event: &Event) {
         let _ = self.lines.try_send(Line::Event(encode(event)));
-    }
-
-    /// Has the counters reported now, and not at the next interval.
-    pub fn request_stats(&self, number: u64) {
-        self.stats_requests.send_replace(number);
     }
 
     /// Waits until everything sent before is written, at most one second.
@@ -246,28 +238,11 @@ impl Observer for DeviceReport {
 }
 
 /// Sends `stats` when there is something new, and at least every [`HEARTBEAT_INTERVAL`], to show that the worker lives.
-/// When the launcher requests them, sends them at once, and then `stats_reported`.
 pub(super) async fn send_stats(counters: Arc<Counters>, reporter: Reporter) {
     let mut since_last = Duration::ZERO;
     let mut reported = WorkerState::default();
-    let (mut requests, mut answered) = (reporter.stats_requests.subscribe(), 0);
     loop {
-        let request = tokio::select! {
-            () = tokio::time::sleep(STATS_INTERVAL) => None,
-            // `reporter` owns the sender, so waiting cannot fail.
-            Ok(number) = requests.wait_for(|number| *number > answered) => Some(*number),
-        };
-        if let Some(number) = request {
-            answered = number;
-            // Nothing is taken from the counters before there is room for it.
-            let Ok(room) = reporter.lines.reserve().await else { return };
-            if let Some(stats) = counters.take(|_| true) {
-                (since_last, reported) = (Duration::ZERO, stats.now.clone());
-                room.send(Line::Event(encode(&Event::Stats(Box::new(stats)))));
-            }
-            reporter.send(&Event::StatsReported { number }).await;
-            continue;
-        }
+        tokio::time::sleep(STATS_INTERVAL).await;
         since_last += STATS_INTERVAL;
         // If the channel is full, the counts are sent next time.
         let Ok(room) = reporter.lines.try_reserve() else { continue };

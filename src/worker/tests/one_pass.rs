@@ -33,26 +33,6 @@ async fn simultaneous_tasks_form_a_batch_and_are_acked_after_their_confirms() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn requested_counts_have_every_task_that_was_settled_before() {
-    let rig = Rig::start("echo", |_| ());
-    for (number, id) in [(1, "a"), (2, "b")] {
-        rig.memory.deliver([echo(id)]);
-        rig.memory.until_settled(number).await;
-        rig.control.reporter.request_stats(number as u64);
-        rig.wait_for_event(|event| *event == Event::StatsReported { number: number as u64 }).await;
-        let (mut succeeded, mut batches) = (0, 0);
-        for event in rig.stdout.events() {
-            if let Event::Stats(stats) = event {
-                succeeded += stats.of_status("succeeded");
-                batches += stats.batch_seconds.count();
-            }
-        }
-        assert_eq!((succeeded, batches), (number as u64, number as u64));
-    }
-    assert_eq!(rig.finish().await.0, Ended::Drained);
-}
-
-#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_sentinel_is_acked_last_and_later_deliveries_go_back_in_order() {
     let rig = Rig::start("echo", |_| ());
     rig.memory.deliver([slow("a", 500), echo("b"), sentinel(), echo("c"), sentinel(), echo("d")]);

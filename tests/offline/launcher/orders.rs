@@ -34,24 +34,6 @@ async fn an_order_goes_to_the_slots_that_are_meant_and_to_no_other() {
 }
 
 #[tokio::test]
-async fn a_query_of_counts_is_answered_once_the_worker_has_reported_them() {
-    let stats = r#"{"event":"stats","answers":[{"status":"succeeded","reason":"","count":2}]}"#;
-    let script = format!(
-        r#"{READY}; while read -r line; do case $line in *report_stats*) sleep 0.2; echo '{stats}'
-        echo '{{"event":"stats_reported","number":1}}';; *drain*) exit 0;; esac; done"#
-    );
-    let stage = Stage::new(1, &script);
-    let exit = stage.run_asked(async |handle, board| {
-        slot_is(&board, "embed/0", State::Ready).await;
-        assert!(handle.order(Target::All, ControlRequest::Stats).await[0].1.is_ok());
-        let tasks = board.read(|status| status.slots["embed/0"].report.stats.as_ref().unwrap().tasks());
-        assert_eq!(tasks, 2);
-        stage.drain();
-    });
-    assert_eq!(exit.await, Exit::Done);
-}
-
-#[tokio::test]
 async fn the_failure_of_a_worker_that_somebody_killed_says_whether_memory_ran_out() {
     let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
     let exit = stage.run_asked(async |_, board| {
