@@ -10,7 +10,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
-use axum::response::{Html, IntoResponse};
+use axum::response::IntoResponse;
 use axum::routing::get;
 use hyper::Request;
 use hyper::body::Incoming;
@@ -103,7 +103,7 @@ fn start_accepting(listener: TcpListener, router: Router) {
 
 fn router(launcher: &str, board: Arc<StatusBoard>, stop: Stop) -> Router {
     let state = ServerState { launcher: launcher.into(), board, stop, devices: Devices::default() };
-    let mut router = Router::new().route("/", get(index)).route("/metrics", get(scrape));
+    let mut router = Router::new().route("/metrics", get(scrape));
     for check in [Check::Live, Check::Ready, Check::Startup] {
         router = router.route(check.path(), get(move |state| health(check, state)));
     }
@@ -175,24 +175,6 @@ async fn scrape(State(state): State<ServerState>, headers: HeaderMap) -> impl In
     } else {
         ([(header::CONTENT_TYPE, PLAIN_TEXT)], metrics::plain(&page))
     }
-}
-
-/// The page at `/`: a list of the other paths, for a person with a browser.
-async fn index(State(state): State<ServerState>) -> impl IntoResponse {
-    let rows = [
-        ("/metrics", "metrics for Prometheus"),
-        (Check::Ready.path(), "200 if every pool has a worker that takes tasks"),
-        (Check::Live.path(), "200 if no worker is stuck"),
-        (Check::Startup.path(), "200 if every pool has had a worker that was ready"),
-    ];
-    let rows =
-        rows.map(|(path, about)| format!("<li><a href=\"{path}\">{path}</a>: {about}</li>\n")).concat();
-    // A launcher's name may be any text.
-    let name = state.launcher.replace('&', "&amp;").replace('<', "&lt;");
-    let version = env!("CARGO_PKG_VERSION");
-    Html(format!(
-        "<!doctype html>\n<title>sconce</title>\n<p>sconce {version}, launcher {name}</p>\n<ul>\n{rows}</ul>\n"
-    ))
 }
 
 async fn health(check: Check, State(state): State<ServerState>) -> impl IntoResponse {
@@ -296,24 +278,6 @@ mod tests {
             stream.write_all(left.as_bytes()).await.unwrap();
             let answer = answer(stream).await;
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-        }
-    }
-
-    #[tokio::test]
-    async fn the_root_lists_every_path_that_is_served() {
-        let board = Arc::new(StatusBoard::default());
-        let address = start_server(router("a <launcher>", board, Stop::default()), NEVER).await;
-        let page = answer(connect_and_send(address, "GET / HTTP/1.1\r\nhost: x\r\n\r\n").await).await;
-        assert!(page.starts_with("HTTP/1.1 200") && page.contains("content-type: text/html"), "{page}");
-        assert!(page.contains("launcher a &lt;launcher>"), "{page}");
-        let paths: Vec<&str> =
-            page.split("href=\"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
-        assert_eq!(paths.len(), 4, "{page}");
-        for path in paths {
-            let answer =
-                answer(connect_and_send(address, &format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await)
-                    .await;
-            assert!(!answer.starts_with("HTTP/1.1 404"), "{path}: {answer}");
         }
     }
 
