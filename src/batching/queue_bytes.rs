@@ -1,10 +1,12 @@
 //! Decides how many of a bounded number of bytes each of a pool's queues may hold, so that none can take the part of
-//! another. Owns the count of what each holds. Pure.
+//! another. Owns the count of what each queue and each requester holds. Pure.
 //!
 //! Half of the limit is divided among the queues by their shares, and kept for them. The other half goes to whoever
 //! comes first. A queue that is the only one of its pool may hold everything.
 
-use super::shares::{QueueShare, divide_by_weight};
+use std::collections::BTreeMap;
+
+use super::shares::{Owner, QueueShare, divide_by_weight};
 
 /// The bytes that the queues of a pool hold.
 #[derive(Clone, Debug)]
@@ -12,6 +14,8 @@ pub struct QueueBytes {
     limit: u64,
     /// By the queue's index.
     queues: Vec<Held>,
+    /// By requester; those that hold nothing are left out.
+    requesters: BTreeMap<Owner, u64>,
     /// Bytes that everybody holds.
     total: u64,
 }
@@ -38,7 +42,7 @@ impl QueueBytes {
                 }
             }
         }
-        Self { limit, queues: held, total: 0 }
+        Self { limit, queues: held, requesters: BTreeMap::new(), total: 0 }
     }
 
     /// The most bytes that everybody may hold together.
@@ -54,6 +58,11 @@ impl QueueBytes {
     /// The bytes that the queue holds.
     pub fn held(&self, queue: QueueShare) -> u64 {
         self.queues.get(queue.queue).map_or(0, |it| it.bytes)
+    }
+
+    /// The bytes that the requester holds.
+    pub fn held_by(&self, requester: Owner) -> u64 {
+        self.requesters.get(&requester).copied().unwrap_or(0)
     }
 
     /// The most bytes that the queue may hold now: what is kept for it, or the limit without what others hold and what
@@ -72,18 +81,27 @@ impl QueueBytes {
         if self.queues.iter().all(|it| it.kept == 0) { self.limit } else { kept }
     }
 
-    /// Counts these bytes as held; without a queue they count for everybody.
-    pub fn add(&mut self, queue: Option<QueueShare>, bytes: u64) {
+    /// Counts these bytes as held; without a requester they count for everybody.
+    pub fn add(&mut self, requester: Option<Owner>, bytes: u64) {
         self.total += bytes;
-        if let Some(held) = queue.and_then(|queue| self.queues.get_mut(queue.queue)) {
+        let Some(requester) = requester.filter(|_| bytes > 0) else { return };
+        *self.requesters.entry(requester).or_default() += bytes;
+        if let Some(held) = self.queues.get_mut(requester.queue.queue) {
             held.bytes += bytes;
         }
     }
 
     /// Takes back what [`QueueBytes::add`] has counted.
-    pub fn remove(&mut self, queue: Option<QueueShare>, bytes: u64) {
+    pub fn remove(&mut self, requester: Option<Owner>, bytes: u64) {
         self.total -= bytes;
-        if let Some(held) = queue.and_then(|queue| self.queues.get_mut(queue.queue)) {
+        let Some(requester) = requester else { return };
+        if let Some(held) = self.requesters.get_mut(&requester) {
+            *held -= bytes;
+            if *held == 0 {
+                self.requesters.remove(&requester);
+            }
+        }
+        if let Some(held) = self.queues.get_mut(requester.queue.queue) {
             held.bytes -= bytes;
         }
     }
@@ -96,13 +114,20 @@ mod tests {
     const ONE: QueueShare = QueueShare { queue: 0, share: 1_000 };
     const OTHER: QueueShare = QueueShare { queue: 1, share: 3_000 };
 
+    fn requester_of(queue: QueueShare) -> Option<Owner> {
+        Some(Owner { queue, ..Owner::default() })
+    }
+
     #[test]
     fn a_lone_queue_may_hold_everything() {
         let mut bytes = QueueBytes::new(100, &[ONE]);
-        bytes.add(Some(ONE), 30);
+        bytes.add(requester_of(ONE), 30);
         bytes.add(None, 10);
         assert_eq!((bytes.most(ONE), bytes.held(ONE), bytes.total()), (90, 30, 40));
         assert_eq!(bytes.kept(ONE), 100);
+        assert_eq!(bytes.held_by(Owner::default()), 30);
+        bytes.remove(requester_of(ONE), 30);
+        assert_eq!((bytes.held_by(Owner::default()), bytes.requesters.len()), (0, 0));
     }
 
     #[test]
@@ -114,13 +139,13 @@ mod tests {
             (50, 70),
             "30 are kept for the other, 10 for the one"
         );
-        bytes.add(Some(ONE), 50);
+        bytes.add(requester_of(ONE), 50);
         assert_eq!((bytes.most(ONE), bytes.most(OTHER)), (50, 30));
-        bytes.add(Some(OTHER), 30);
+        bytes.add(requester_of(OTHER), 30);
         assert_eq!(bytes.most(ONE), 50);
-        bytes.remove(Some(ONE), 45);
+        bytes.remove(requester_of(ONE), 45);
         assert_eq!(bytes.most(OTHER), 70);
-        bytes.add(Some(ONE), 200);
+        bytes.add(requester_of(ONE), 200);
         assert_eq!(bytes.most(OTHER), 30, "a single large one does not take it either");
     }
 }

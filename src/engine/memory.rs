@@ -5,7 +5,7 @@
 //! requester with an eighth of the limit or more gets nothing. So neither a queue nor a requester can keep the others from
 //! preparing.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -27,8 +27,6 @@ pub struct Memory {
 struct State {
     /// Bytes of prepared inputs, plus the bytes that slices in preparation will probably take.
     used: QueueBytes,
-    /// The same for each requester that uses any.
-    used_by: BTreeMap<Owner, u64>,
     /// Bytes of the largest slice so far. The next slice is expected to take as many.
     largest: u64,
     /// The tasks that wait for room, in the order of their arrival.
@@ -52,7 +50,7 @@ impl Memory {
     /// already may exceed the limit.
     pub fn new(used: QueueBytes) -> Arc<Self> {
         let much = used.limit().div_ceil(SHARE_DIVISOR);
-        let state = State { used, used_by: BTreeMap::new(), largest: 0, waiting: VecDeque::new() };
+        let state = State { used, largest: 0, waiting: VecDeque::new() };
         Arc::new(Self { much, state: Mutex::new(state) })
     }
 
@@ -90,16 +88,13 @@ impl Memory {
     }
 
     fn has_room(&self, state: &State, owner: Owner) -> bool {
-        let used_by = state.used_by.get(&owner).copied().unwrap_or(0);
         let most = state.used.most(owner.queue);
-        state.used.held(owner.queue) < if used_by < self.much { most } else { most.div_ceil(2) }
+        let has_little = state.used.held_by(owner) < self.much;
+        state.used.held(owner.queue) < if has_little { most } else { most.div_ceil(2) }
     }
 
     fn add(self: &Arc<Self>, state: &mut State, owner: Option<Owner>, bytes: u64) -> Reservation {
-        state.used.add(owner.map(|owner| owner.queue), bytes);
-        if let (Some(owner), 1..) = (owner, bytes) {
-            *state.used_by.entry(owner).or_default() += bytes;
-        }
+        state.used.add(owner, bytes);
         Reservation { memory: self.clone(), owner, bytes }
     }
 
@@ -128,15 +123,7 @@ impl Drop for Reservation {
         }
         let memory = self.memory.clone();
         let mut state = memory.state.lock();
-        state.used.remove(self.owner.map(|owner| owner.queue), self.bytes);
-        if let Some(owner) = self.owner
-            && let Some(used) = state.used_by.get_mut(&owner)
-        {
-            *used -= self.bytes;
-            if *used == 0 {
-                state.used_by.remove(&owner);
-            }
-        }
+        state.used.remove(self.owner, self.bytes);
         let unwanted = memory.grant(&mut state);
         drop(state);
         drop(unwanted);

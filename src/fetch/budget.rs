@@ -2,9 +2,9 @@
 //! (`QueueBytes`), a requester may hold half, so that others can fetch meanwhile. The last eighth is only for small files
 //! of requesters that hold none.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::batching::{Owner, QueueBytes};
@@ -15,15 +15,9 @@ pub(super) struct Budget(Arc<Shared>);
 
 struct Shared {
     /// Written by [`Budget::take`] and [`Budget::exceed`], and when a share gives bytes back.
-    held: Mutex<Counts>,
+    held: Mutex<QueueBytes>,
     /// Notified when bytes are given back; the takers wait for it.
     freed: Notify,
-}
-
-struct Counts {
-    held: QueueBytes,
-    /// The bytes of each requester that holds some.
-    by_requester: HashMap<Owner, u64>,
 }
 
 /// Bytes that a file holds, until this is dropped.
@@ -36,8 +30,7 @@ pub(super) struct Share {
 impl Budget {
     /// Creates a budget of which nothing is held.
     pub(super) fn new(held: QueueBytes) -> Self {
-        let counts = Counts { held, by_requester: HashMap::new() };
-        Self(Arc::new(Shared { held: Mutex::new(counts), freed: Notify::new() }))
+        Self(Arc::new(Shared { held: Mutex::new(held), freed: Notify::new() }))
     }
 
     /// Waits until the requester may hold `bytes` more bytes. A requester that holds none may exceed its half, and if
@@ -48,9 +41,8 @@ impl Budget {
             tokio::pin!(freed);
             // From here on, no notification is missed.
             freed.as_mut().enable();
-            let fits = self.lock().try_take(owner, bytes);
-            if fits {
-                return self.share(owner, bytes);
+            if let Some(share) = self.try_take(owner, bytes) {
+                return share;
             }
             freed.await;
         }
@@ -58,43 +50,30 @@ impl Budget {
 
     /// Counts `bytes` bytes as held at once, even if they exceed the budget.
     pub(super) fn exceed(&self, owner: Owner, bytes: u64) -> Share {
-        self.lock().add(owner, bytes);
-        self.share(owner, bytes)
+        self.add(&mut self.0.held.lock(), owner, bytes)
     }
 
     /// The most bytes that the files of one task may have together: it may hold them, whatever other queues hold.
     pub(super) fn most_of_task(&self, owner: Owner) -> u64 {
-        self.lock().held.kept(owner.queue) / 2
+        self.0.held.lock().kept(owner.queue) / 2
     }
 
-    fn share(&self, owner: Owner, bytes: u64) -> Share {
-        Share { budget: self.clone(), owner, bytes }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.0.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Counts {
-    /// Adds the bytes if the requester may hold them. Returns whether it may.
-    fn try_take(&mut self, owner: Owner, bytes: u64) -> bool {
-        let requester_bytes = self.by_requester.get(&owner).copied().unwrap_or(0);
-        let (held, most) = (self.held.held(owner.queue), self.held.most(owner.queue));
+    /// The bytes, if the requester may hold them now.
+    fn try_take(&self, owner: Owner, bytes: u64) -> Option<Share> {
+        let mut counts = self.0.held.lock();
+        let requester_bytes = counts.held_by(owner);
+        let (held, most) = (counts.held(owner.queue), counts.most(owner.queue));
         let fits_half = requester_bytes == 0 || requester_bytes + bytes <= most / 2;
         let reserve = most / 8;
         let is_reserved = requester_bytes > 0 || bytes > reserve;
         let all = if is_reserved { most - reserve } else { most };
         let fits = held == 0 || held + bytes <= all && fits_half;
-        if fits {
-            self.add(owner, bytes);
-        }
-        fits
+        fits.then(|| self.add(&mut counts, owner, bytes))
     }
 
-    fn add(&mut self, owner: Owner, bytes: u64) {
-        self.held.add(Some(owner.queue), bytes);
-        *self.by_requester.entry(owner).or_default() += bytes;
+    fn add(&self, counts: &mut QueueBytes, owner: Owner, bytes: u64) -> Share {
+        counts.add(Some(owner), bytes);
+        Share { budget: self.clone(), owner, bytes }
     }
 }
 
@@ -107,15 +86,7 @@ impl Share {
     }
 
     fn give_back(&self, bytes: u64) {
-        let mut counts = self.budget.lock();
-        counts.held.remove(Some(self.owner.queue), bytes);
-        if let Some(requester_bytes) = counts.by_requester.get_mut(&self.owner) {
-            *requester_bytes -= bytes;
-            if *requester_bytes == 0 {
-                counts.by_requester.remove(&self.owner);
-            }
-        }
-        drop(counts);
+        self.budget.0.held.lock().remove(Some(self.owner), bytes);
         self.budget.0.freed.notify_waiters();
     }
 }
@@ -149,12 +120,12 @@ mod tests {
         drop((one, small));
         let mut three = budget.take(of(3), 20).now_or_never().expect("28 are left");
         three.shrink(10);
-        assert_eq!(budget.lock().held.total(), 70);
+        assert_eq!(budget.0.held.lock().total(), 70);
         drop((two, three));
-        assert!(budget.lock().by_requester.is_empty() && budget.lock().held.total() == 0);
+        assert_eq!(budget.0.held.lock().total(), 0);
         let huge = budget.take(of(1), 500).now_or_never().expect("a file alone may be larger than the whole");
         let more = budget.exceed(of(2), 10);
-        assert_eq!(budget.lock().held.total(), 510);
+        assert_eq!(budget.0.held.lock().total(), 510);
         drop((huge, more));
     }
 

@@ -1,7 +1,7 @@
 //! What a Python process prints: logged line by line at a bounded rate, never mixed with frames. Decides which lines are
 //! cut or left out, and says so. Owns the last line.
 
-use std::io::{self, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
@@ -11,11 +11,11 @@ use parking_lot::Mutex;
 
 /// The longest part of a line that is logged, in bytes.
 const MAX_LINE: usize = 4 << 10;
-/// How many lines are logged at once, and how many a second on average.
+/// How many lines may be logged at once, and how many a second on average.
 const BURST: f64 = 200.0;
 const PER_SECOND: f64 = 50.0;
-/// How long the rest of the output of an ended process is waited for. A process that is none of its descendants may hold the
-/// pipe.
+/// How long to wait for the rest of the output of an ended process. The wait is bounded, since another process that the class has
+/// given the pipe to may keep it open.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The output of a process.
@@ -30,22 +30,24 @@ impl PrintedOutput {
     ///
     /// # Errors
     /// The system cannot start a thread.
-    pub(super) fn log(mut pipe: impl Read + Send + 'static) -> io::Result<Self> {
+    pub(super) fn log(pipe: impl Read + Send + 'static) -> io::Result<Self> {
         let last_line = Arc::<Mutex<String>>::default();
         let (sender, end) = mpsc::sync_channel::<()>(1);
-        let mut lines = Lines::new(last_line.clone());
+        let last = last_line.clone();
         thread::Builder::new().name("python-output".into()).spawn(move || {
             let _sender = sender;
-            let mut buffer = vec![0; 64 << 10];
-            loop {
-                match pipe.read(&mut buffer) {
-                    Ok(0) => break,
-                    Ok(count) => lines.add(buffer.get(..count).unwrap_or_default(), Instant::now()),
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(_) => break,
+            let mut lines = BufReader::with_capacity(64 << 10, pipe);
+            let mut rate = LogRate::new();
+            while let Ok(Some(line)) = next_line(&mut lines) {
+                if line.is_empty() {
+                    continue;
                 }
+                if rate.may_log(Instant::now()) {
+                    tracing::info!(target: "sconce::python", "{line}");
+                }
+                *last.lock() = line;
             }
-            lines.end();
+            rate.log_left_out();
         })?;
         Ok(Self { last_line, end })
     }
@@ -57,90 +59,54 @@ impl PrintedOutput {
     }
 }
 
-/// Divides output into lines, and decides which are logged.
-struct Lines {
-    /// The beginning of a line.
-    begun: Vec<u8>,
-    /// The last whole line that is not blank.
-    last: Vec<u8>,
-    last_line: Arc<Mutex<String>>,
-    /// How many lines may be logged now.
+/// The next line as text, cut if it is long, and without blanks at its end; none at the end of the output.
+fn next_line(output: &mut impl BufRead) -> io::Result<Option<String>> {
+    let mut line = Vec::new();
+    output.by_ref().take(MAX_LINE as u64 + 1).read_until(b'\n', &mut line)?;
+    if line.is_empty() {
+        return Ok(None);
+    }
+    let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+    if line.len() <= MAX_LINE || line.ends_with(b"\n") {
+        return Ok(Some(text));
+    }
+    output.skip_until(b'\n')?;
+    Ok(Some(if text.is_empty() { text } else { format!("{text}… (cut)") }))
+}
+
+/// Decides which lines are logged.
+struct LogRate {
+    /// How many lines might be logged at the time `counted`.
     allowed: f64,
-    at: Instant,
+    counted: Instant,
+    /// How many lines were not logged since the last one that was.
     left_out: u64,
 }
 
-impl Lines {
-    fn new(last_line: Arc<Mutex<String>>) -> Self {
-        Self {
-            begun: Vec::new(),
-            last: Vec::new(),
-            last_line,
-            allowed: BURST,
-            at: Instant::now(),
-            left_out: 0,
-        }
+impl LogRate {
+    fn new() -> Self {
+        Self { allowed: BURST, counted: Instant::now(), left_out: 0 }
     }
 
-    fn add(&mut self, mut bytes: &[u8], now: Instant) {
-        while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
-            let (line, rest) = bytes.split_at(end);
-            self.begin(line);
-            self.finish_line(now);
-            bytes = rest.get(1..).unwrap_or_default();
-        }
-        self.begin(bytes);
-        if !self.last.is_empty() {
-            *self.last_line.lock() = shown(&self.last);
-        }
-    }
-
-    /// Adds to the line that has begun, whose rest beyond [`MAX_LINE`] is dropped.
-    fn begin(&mut self, bytes: &[u8]) {
-        let room = (MAX_LINE + 1).saturating_sub(self.begun.len());
-        self.begun.extend_from_slice(bytes.get(..room.min(bytes.len())).unwrap_or_default());
-    }
-
-    fn finish_line(&mut self, now: Instant) {
-        if !self.begun.trim_ascii().is_empty() {
-            if self.may_log(now) {
-                tracing::info!(target: "sconce::python", "{}", shown(&self.begun));
-            }
-            std::mem::swap(&mut self.begun, &mut self.last);
-        }
-        self.begun.clear();
-    }
-
+    /// Whether one more line may be logged; if not, it is counted as left out.
     fn may_log(&mut self, now: Instant) -> bool {
-        let since = now.saturating_duration_since(self.at).as_secs_f64();
-        (self.allowed, self.at) = ((self.allowed + since * PER_SECOND).min(BURST), now);
+        let since = now.saturating_duration_since(self.counted).as_secs_f64();
+        (self.allowed, self.counted) = ((self.allowed + since * PER_SECOND).min(BURST), now);
         if self.allowed < 1.0 {
             self.left_out += 1;
             return false;
         }
         self.allowed -= 1.0;
-        self.say_left_out();
+        self.log_left_out();
         true
     }
 
-    fn say_left_out(&mut self) {
+    fn log_left_out(&mut self) {
         let lines = std::mem::take(&mut self.left_out);
         if lines > 0 {
             tracing::warn!(lines, "lines of the Python process are left out: it prints too many");
         }
     }
-
-    fn end(&mut self) {
-        self.add(b"\n", Instant::now());
-        self.say_left_out();
-    }
-}
-
-/// A line as text, cut if it is long.
-fn shown(line: &[u8]) -> String {
-    let text = String::from_utf8_lossy(line);
-    let text = text.trim_end();
-    if line.len() > MAX_LINE { format!("{text}… (cut)") } else { text.to_owned() }
 }
 
 #[cfg(test)]
@@ -156,21 +122,20 @@ mod tests {
 
     #[test]
     fn a_long_line_takes_little_memory_and_is_cut() {
-        let last_line = Arc::default();
-        let mut lines = Lines::new(Arc::clone(&last_line));
-        for _ in 0..1_000 {
-            lines.add(&[b'x'; 1_000], Instant::now());
-        }
-        assert!(lines.begun.capacity() < 4 * MAX_LINE);
-        lines.add(b"\n", Instant::now());
-        assert!(last_line.lock().ends_with("… (cut)"), "{}", last_line.lock());
+        let text = format!("{}\n{}\nthe end", "x".repeat(1_000_000), "y".repeat(MAX_LINE));
+        let mut lines = io::Cursor::new(text);
+        let mut next = || next_line(&mut lines).unwrap();
+        let cut = next().unwrap();
+        assert!(cut.len() < 2 * MAX_LINE && cut.ends_with("x… (cut)"), "{cut}");
+        assert_eq!(next().unwrap(), "y".repeat(MAX_LINE));
+        assert_eq!((next().as_deref(), next()), (Some("the end"), None));
     }
 
     #[test]
     fn lines_beyond_the_rate_are_counted_and_some_are_logged_again_later() {
-        let mut lines = Lines::new(Arc::default());
+        let mut lines = LogRate::new();
         let begin = Instant::now();
-        let logged = |lines: &mut Lines, at| (0..1_000).filter(|_| lines.may_log(at)).count();
+        let logged = |lines: &mut LogRate, at| (0..1_000).filter(|_| lines.may_log(at)).count();
         assert_eq!(logged(&mut lines, begin), BURST as usize);
         assert_eq!(lines.left_out, 800);
         assert_eq!(logged(&mut lines, begin + Duration::from_secs(1)), PER_SECOND as usize);
