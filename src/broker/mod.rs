@@ -18,7 +18,7 @@ use futures_util::future::BoxFuture;
 
 use crate::protocol::Message;
 
-pub use source::{PerSource, Source};
+pub use source::Source;
 
 /// Identifies one delivery; used to settle it. Tags are ordered by source, then by session, then by the order of
 /// delivery.

@@ -1,6 +1,5 @@
-//! The queues that a pool consumes: the source of a delivery, a value for each queue, and the acker of all.
+//! The queues that a pool consumes: the source of a delivery, and the acker of all.
 
-use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
 use futures_util::FutureExt as _;
@@ -17,56 +16,15 @@ impl Source {
     pub const FIRST: Self = Self(0);
 }
 
-/// One value for each of the pool's queues, at least one.
-#[derive(Clone, Debug, Default)]
-pub struct PerSource<T>(Vec<T>);
-
-impl<T> PerSource<T> {
-    /// All values, in the order of the queues.
-    pub fn iter(&self) -> impl Iterator<Item = &T> {
-        self.0.iter()
-    }
-
-    /// All values, mutably.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.0.iter_mut()
-    }
-
-    /// The number of queues.
-    pub fn count(&self) -> usize {
-        self.0.len()
-    }
-}
-
-impl<T> FromIterator<T> for PerSource<T> {
-    fn from_iter<I: IntoIterator<Item = T>>(values: I) -> Self {
-        Self(values.into_iter().collect())
-    }
-}
-
-impl<T> Index<Source> for PerSource<T> {
-    type Output = T;
-
-    fn index(&self, source: Source) -> &T {
-        &self.0[source.0]
-    }
-}
-
-impl<T> IndexMut<Source> for PerSource<T> {
-    fn index_mut(&mut self, source: Source) -> &mut T {
-        &mut self.0[source.0]
-    }
-}
-
-/// Settles the deliveries of several consumers, each with its own acker. `is_connected` and `trouble` report on the first
+/// Settles the deliveries of a pool's queues, each with its own acker. `is_connected` and `trouble` report on the first
 /// queue's session.
-impl Acker for PerSource<Arc<dyn Acker>> {
+impl Acker for Vec<Arc<dyn Acker>> {
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
-        self[delivery_tag.source].ack(delivery_tag)
+        self[delivery_tag.source.0].ack(delivery_tag)
     }
 
     fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
-        self[delivery_tag.source].requeue(delivery_tag)
+        self[delivery_tag.source.0].requeue(delivery_tag)
     }
 
     fn flush(&self) -> BoxFuture<'_, ()> {
@@ -74,11 +32,11 @@ impl Acker for PerSource<Arc<dyn Acker>> {
     }
 
     fn is_connected(&self) -> bool {
-        self[Source::FIRST].is_connected()
+        self[Source::FIRST.0].is_connected()
     }
 
     fn trouble(&self) -> Option<String> {
-        self[Source::FIRST].trouble()
+        self[Source::FIRST.0].trouble()
     }
 }
 

@@ -9,7 +9,7 @@ use futures_util::future::BoxFuture;
 use crate::broker::amqp::{
     AmqpPublisher, Connector, Consumed, RefusalPolicy, Subscription, Topology, subscribe_all,
 };
-use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, PerSource, Source, embedded};
+use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, Source, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
 /// Opens a worker's session with the queues of its pool.
@@ -38,7 +38,7 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
             let (broker, reason) = (pool.name.clone(), "the pool has no queue".to_owned());
             return Err(BrokerError::Refused { broker, reason });
         };
-        let ackers: PerSource<_> = ackers.into_iter().map(|it| Arc::new(it) as Arc<dyn Acker>).collect();
+        let ackers: Vec<_> = ackers.into_iter().map(|it| Arc::new(it) as Arc<dyn Acker>).collect();
         // The publisher connects only when it sends the first message, after the consumer has a session.
         let connector = Connector::new(broker.clone(), format!("{name} (publisher)"));
         let connector = connector.with_refusals(RefusalPolicy::Reached);

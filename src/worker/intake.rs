@@ -22,7 +22,7 @@ use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use crate::batching::Owner;
-use crate::broker::{BrokerError, Consumer, ConsumerEvent, Delivery, DeliveryTag, PerSource, Source};
+use crate::broker::{BrokerError, Consumer, ConsumerEvent, Delivery, DeliveryTag, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
 use crate::protocol::task::{STOP, published, sentinel_is_expired};
@@ -66,8 +66,8 @@ impl InFlight {
     }
 }
 
-/// The consumers of the pool's queues. None: the consumer has ended.
-type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
+/// The consumers of the pool's queues, by source. None: the consumer has ended.
+type Consumers<'a> = Vec<Option<&'a mut Box<dyn Consumer>>>;
 
 /// Takes deliveries from the consumers until they end.
 pub(super) struct Intake<'a> {
@@ -92,7 +92,7 @@ pub(super) struct Intake<'a> {
 /// beginning with `first`, so that one with many deliveries does not keep the others' from being taken. Never returns if
 /// there is no consumer. Safe to cancel, because [`Consumer::next`] is.
 async fn next_of(
-    consumers: &mut Consumers<'_>,
+    consumers: &mut [Option<&mut Box<dyn Consumer>>],
     first: Source,
 ) -> (Source, Result<ConsumerEvent, BrokerError>) {
     let mut next: Vec<_> =
@@ -180,7 +180,7 @@ impl<'a> Intake<'a> {
                         let message = "the broker's deliveries ended, though no stop was requested";
                         return Err(WorkerError::Internal(message.into()));
                     }
-                    ConsumerEvent::End => self.consumers[source] = None,
+                    ConsumerEvent::End => self.consumers[source.0] = None,
                 },
                 Some(ended) = self.runs.join_next() => self.on_run_ended(ended)?,
                 error = faults.recv() => {
@@ -218,7 +218,7 @@ impl<'a> Intake<'a> {
         source: Source,
         event: Result<ConsumerEvent, BrokerError>,
     ) -> Result<ConsumerEvent, BrokerError> {
-        self.turn = Source((source.0 + 1) % self.consumers.count());
+        self.turn = Source((source.0 + 1) % self.consumers.len());
         event
     }
 
@@ -252,8 +252,8 @@ impl<'a> Intake<'a> {
     /// grants.
     async fn update_prefetch(&mut self, delivery: &Delivery) {
         let source = delivery.delivery_tag.source;
-        if let Some(prefetch) = self.shared.prefetch[source].received(delivery.message.body.len())
-            && let Some(consumer) = &mut self.consumers[source]
+        if let Some(prefetch) = self.shared.prefetch[source.0].received(delivery.message.body.len())
+            && let Some(consumer) = &mut self.consumers[source.0]
         {
             consumer.set_prefetch(prefetch).await;
         }
@@ -272,9 +272,9 @@ impl<'a> Intake<'a> {
         let mut state = TaskState::new(TaskName::new(&accepted.task), deadline);
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
         state.owner = Owner {
-            queue: self.shared.shares[delivery_tag.source],
+            queue: self.shared.shares[delivery_tag.source.0],
             requester: hash_of(accepted.task.requester()),
-            background: self.shared.settlement.queues.tasks[delivery_tag.source].background,
+            background: self.shared.settlement.queues.tasks[delivery_tag.source.0].background,
         };
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant())
             || self.cancellations.had(&accepted.task)
@@ -414,7 +414,7 @@ impl<'a> Intake<'a> {
     /// taken back everything that it delivered in that session.
     fn drop_lost_session(&mut self, source: Source, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.counters.count(|stats| stats.lost_sessions += 1);
-        self.shared.settlement.lost_sessions[source].store(session, Ordering::Release);
+        self.shared.settlement.lost_sessions[source.0].store(session, Ordering::Release);
         let of_session = |delivery_tag: &DeliveryTag| delivery_tag.is_over_with(source, session);
         for (delivery_tag, task) in &self.in_flight {
             if of_session(delivery_tag) {

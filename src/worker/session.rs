@@ -81,7 +81,7 @@ impl Worker {
             publisher: session.publisher.clone(),
             worker_info: self.worker_info.clone(),
             queues: Queues {
-                tasks: pool.queues().into_iter().collect(),
+                tasks: pool.queues(),
                 reply: pool.reply_queue.clone(),
                 dead_letter: pool.dead_letter_queue.clone(),
                 reserved: self.assignment.reserved_queues.clone(),
@@ -98,7 +98,7 @@ impl Worker {
         Shared {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
-            shares: pool.queue_shares().into_iter().collect(),
+            shares: pool.queue_shares(),
             turns: Turns::new(1),
             fetcher: self.fetcher.clone(),
             fetch_turns: Turns::with_one_for_each_queue(pool.fetch.at_once),

@@ -155,7 +155,7 @@ impl Supervisor {
                 // Without a session there is nothing to cancel: the supervisor ends.
                 () = self.cancel.cancelled() => return,
             };
-            let delay = match opened {
+            let failure = match opened {
                 Ok(session) => {
                     let broker = session.connection.broker.clone();
                     reconnect.connected();
@@ -169,16 +169,12 @@ impl Supervisor {
                     if began.elapsed() >= STABLE_AFTER {
                         reconnect.reset();
                     }
-                    let failure = Failure::without_answer(broker, reason);
-                    self.current.fail(&failure);
-                    reconnect.failed(failure, &self.connector)
+                    Failure::without_answer(broker, reason)
                 }
-                Err(failure) => {
-                    self.current.fail(&failure);
-                    reconnect.failed(failure, &self.connector)
-                }
+                Err(failure) => failure,
             };
-            match delay {
+            self.current.fail(&failure);
+            match reconnect.failed(failure, &self.connector) {
                 Ok(delay) => tokio::select! {
                     () = tokio::time::sleep(delay) => {}
                     () = self.cancel.cancelled() => return,

@@ -6,11 +6,10 @@ use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::StreamExt;
-use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::unix::OwnedReadHalf;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::codec::FramedRead;
@@ -18,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::queue::{ConsumerId, Queue};
 use super::queue_store::{ConnectionOutlet, ConsumerKey, OUTLET_BOUND, QueueStore};
-use super::wire::{FLUSH_AT, Frame, FrameCodec, LauncherHead, WireError, WorkerHead, append};
+use super::wire::{Frame, FrameCodec, LauncherHead, WireError, WorkerHead, write_all};
 use crate::protocol::Message;
 
 /// How long a peer may take to read its last answers when the connection ends.
@@ -53,7 +52,13 @@ pub(super) async fn serve(
     let (read, write) = stream.into_split();
     let (frames, outgoing) = mpsc::channel(OUTLET_BOUND);
     let outlet = ConnectionOutlet { id, frames, disconnect: CancellationToken::new() };
-    let writer = tokio::spawn(write_all(write, outgoing, outlet.disconnect.clone()));
+    let disconnect = outlet.disconnect.clone();
+    let writer = tokio::spawn(async move {
+        if let Err(error) = write_all(write, outgoing, |(head, body)| Frame::new(&head, body)).await {
+            tracing::debug!(%error, "cannot write to a worker's connection");
+            disconnect.cancel();
+        }
+    });
     let mut reader = Reader { queue_store, outlet, consumer: None };
     let ending = reader.read_all(read, stop).await;
     reader.end(ending);
@@ -98,11 +103,22 @@ impl Reader {
                 self.queue_store.publish(&self.outlet, id, &queue, delay, message);
             }
             WorkerHead::Consume { queue, prefetch } => return self.consume(&queue, prefetch),
-            WorkerHead::Prefetch { prefetch } => self.set_prefetch(prefetch),
-            WorkerHead::Cancel => self.cancel_consumer(),
+            WorkerHead::Prefetch { prefetch } => {
+                if let Some(consumer) = self.consumer {
+                    self.queue_store.change(consumer, |queue, id| queue.set_prefetch(id, prefetch));
+                }
+            }
+            WorkerHead::Cancel => {
+                if let Some(consumer) = self.consumer {
+                    self.queue_store.cancel_consumer(consumer);
+                }
+            }
             WorkerHead::Ack { tag } => self.settle(|queue, id| queue.ack(id, tag)),
             WorkerHead::Nack { tag } => self.settle(|queue, id| queue.requeue(id, tag)),
-            WorkerHead::Leave => self.leave(),
+            WorkerHead::Leave => {
+                self.remove_consumer();
+                self.outlet.send(LauncherHead::Left, Bytes::new());
+            }
             WorkerHead::Close => return Some(Ending::Requested),
         }
         None
@@ -117,18 +133,6 @@ impl Reader {
         self.consumer.is_none().then(|| Ending::Aborted(format!("no queue {queue:?}")))
     }
 
-    fn set_prefetch(&self, prefetch: NonZeroU16) {
-        if let Some(consumer) = self.consumer {
-            self.queue_store.change(consumer, |queue, id| queue.set_prefetch(id, prefetch));
-        }
-    }
-
-    fn cancel_consumer(&self) {
-        if let Some(consumer) = self.consumer {
-            self.queue_store.cancel_consumer(consumer);
-        }
-    }
-
     /// Settles a delivery with `change`, which returns false for a delivery that the consumer does not hold.
     fn settle(&self, change: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
         if self.consumer.is_some_and(|consumer| !self.queue_store.change(consumer, change)) {
@@ -137,12 +141,6 @@ impl Reader {
                 "the worker settled a delivery that it does not hold"
             );
         }
-    }
-
-    /// Removes the consumer, and answers that this is done.
-    fn leave(&mut self) {
-        self.remove_consumer();
-        self.outlet.send(LauncherHead::Left, Bytes::new());
     }
 
     fn remove_consumer(&mut self) {
@@ -160,30 +158,5 @@ impl Reader {
         };
         tracing::debug!(connection = self.outlet.id, reason, "closing a worker's connection");
         self.outlet.send(LauncherHead::Closed { reason }, Bytes::new());
-    }
-}
-
-async fn write_all(
-    mut write: OwnedWriteHalf,
-    mut outgoing: mpsc::Receiver<(LauncherHead, Bytes)>,
-    disconnect: CancellationToken,
-) {
-    let mut gathered = BytesMut::new();
-    while let Some((head, body)) = outgoing.recv().await {
-        match Frame::new(&head, body) {
-            Ok(frame) => append(&frame, &mut gathered),
-            Err(error) => {
-                tracing::error!(%error, "cannot write an answer to a worker");
-                return disconnect.cancel();
-            }
-        }
-        // Small answers are collected into one write.
-        if !outgoing.is_empty() && gathered.len() < FLUSH_AT {
-            continue;
-        }
-        if let Err(error) = write.write_all_buf(&mut gathered).await {
-            tracing::debug!(%error, "cannot write to a worker's connection");
-            return disconnect.cancel();
-        }
     }
 }

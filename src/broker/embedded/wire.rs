@@ -1,13 +1,17 @@
 //! The frames between a worker and the launcher's queue: two big-endian `u32` (length of the head, length of
-//! the body), then a JSON head, then the raw body. Decides the largest sizes. Owns no state, does no I/O.
+//! the body), then a JSON head, then the raw body. Decides the largest sizes, and when written frames are sent. Owns no
+//! state.
 
 use std::num::NonZeroU16;
 use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
+use futures_util::SinkExt as _;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio_util::codec::Decoder;
+use tokio::net::unix::OwnedWriteHalf;
+use tokio::sync::mpsc;
+use tokio_util::codec::{Decoder, Encoder, FramedWrite};
 
 use crate::protocol::{Message, Properties};
 
@@ -117,7 +121,7 @@ pub(super) fn too_long(message: &Message) -> Option<String> {
     })
 }
 
-/// Splits a byte stream into frames.
+/// Splits a byte stream into frames, and writes frames to one.
 #[derive(Debug, Default)]
 pub(super) struct FrameCodec;
 
@@ -143,17 +147,42 @@ impl Decoder for FrameCodec {
     }
 }
 
-/// A writer flushes its buffer at this size in bytes, or when no more frames wait.
-pub(super) const FLUSH_AT: usize = 64 << 10;
+impl Encoder<Frame> for FrameCodec {
+    type Error = WireError;
 
-/// Appends a frame's bytes to a writer's buffer.
-pub(super) fn append(frame: &Frame, output: &mut BytesMut) {
-    output.reserve(PREFACE + frame.head.len() + frame.body.len());
-    // Each fits into `u32`: `Frame::new` and `decode` checked the sum.
-    output.put_u32(frame.head.len() as u32);
-    output.put_u32(frame.body.len() as u32);
-    output.put_slice(&frame.head);
-    output.put_slice(&frame.body);
+    fn encode(&mut self, frame: Frame, output: &mut BytesMut) -> Result<(), WireError> {
+        output.reserve(PREFACE + frame.head.len() + frame.body.len());
+        // Each fits into `u32`: `Frame::new` and `decode` checked the sum.
+        output.put_u32(frame.head.len() as u32);
+        output.put_u32(frame.body.len() as u32);
+        output.put_slice(&frame.head);
+        output.put_slice(&frame.body);
+        Ok(())
+    }
+}
+
+/// A writer sends its buffer at this size in bytes, or when no more frames wait.
+const FLUSH_AT: usize = 64 << 10;
+
+/// Writes what comes from `queued`, as frames, until all of its senders are dropped. Small frames are collected into one
+/// write.
+///
+/// # Errors
+/// The socket has failed, or something cannot be made a frame.
+pub(super) async fn write_all<T>(
+    socket: OwnedWriteHalf,
+    mut queued: mpsc::Receiver<T>,
+    to_frame: impl Fn(T) -> Result<Frame, WireError>,
+) -> Result<(), WireError> {
+    let mut frames = FramedWrite::new(socket, FrameCodec);
+    frames.set_backpressure_boundary(FLUSH_AT);
+    while let Some(next) = queued.recv().await {
+        frames.feed(to_frame(next)?).await?;
+        if queued.is_empty() {
+            frames.flush().await?;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -170,7 +199,7 @@ mod tests {
             while let Some(frame) = FrameCodec.decode(&mut input).map_err(|error| error.to_string())? {
                 let head: WorkerHead = frame.head().map_err(|error| error.to_string())?;
                 let frame = Frame::new(&head, frame.body).map_err(|error| error.to_string())?;
-                append(&frame, &mut output);
+                FrameCodec.encode(frame, &mut output).map_err(|error| error.to_string())?;
             }
         }
         Ok(output.to_vec())
@@ -179,7 +208,7 @@ mod tests {
     fn written(head: &impl Serialize, body: &'static [u8]) -> BytesMut {
         let mut bytes = BytesMut::new();
         let frame = Frame::new(head, Bytes::from_static(body)).unwrap();
-        append(&frame, &mut bytes);
+        FrameCodec.encode(frame, &mut bytes).unwrap();
         bytes
     }
 

@@ -35,7 +35,7 @@ impl Settlement {
         let Answered { status, reason, generated } = answered;
         self.counters.count(|stats| {
             stats.count_answers(status, reason, 1);
-            *stats.queues.entry(self.queues.tasks[source].name.clone()).or_default() += 1;
+            *stats.queues.entry(self.queues.tasks[source.0].name.clone()).or_default() += 1;
             let seconds = |us: i64| us as f64 / 1e6;
             stats.observe_stage(Stage::Queue, seconds(timings.queue_us));
             stats.observe_stage(Stage::Prepare, seconds(timings.prepare_us));

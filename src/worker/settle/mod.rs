@@ -35,7 +35,7 @@ use self::outcome::{Disposition, Tries, disposition, longest_delay};
 use self::publishing::{Destination, QueueOwner};
 use super::WorkerError;
 use super::report::{Counters, Traced};
-use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
+use crate::broker::{Acker, Delay, DeliveryTag, Publisher, Source};
 use crate::config::{Retry, TaskQueue};
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
@@ -75,14 +75,15 @@ pub(super) struct Settlement {
     pub(super) counters: Arc<Counters>,
     pub(super) error_log: ErrorLog,
     pub(super) stop: Stop,
-    /// The number of the latest session that is over. Written by the intake, read before a reply is published: a task
-    /// of that session will be delivered again, and should not be answered twice.
-    pub(super) lost_sessions: PerSource<AtomicU64>,
+    /// For each source, the number of the latest session that is over. Written by the intake, read before a reply is
+    /// published: a task of that session will be delivered again, and should not be answered twice.
+    pub(super) lost_sessions: Vec<AtomicU64>,
 }
 
 /// The pool's queues, and the queues that no reply may go to.
 pub(super) struct Queues {
-    pub(super) tasks: PerSource<TaskQueue>,
+    /// The queues that tasks come from, by source.
+    pub(super) tasks: Vec<TaskQueue>,
     pub(super) reply: Option<String>,
     pub(super) dead_letter: String,
     /// Task queues and dead-letter queues of all pools.
@@ -159,8 +160,8 @@ impl Accepted {
 impl Queues {
     /// The queue to which a task from `source` returns when it is tried again: its own, or the first one.
     fn returns_to(&self, source: Source) -> &str {
-        let own = &self.tasks[source];
-        if own.returns_to_first { &self.tasks[Source::FIRST].name } else { &own.name }
+        let own = &self.tasks[source.0];
+        if own.returns_to_first { &self.tasks[Source::FIRST.0].name } else { &own.name }
     }
 
     /// The queue for the task's reply. None: the task has none, or no reply may go there.
@@ -194,7 +195,7 @@ impl Settlement {
         else {
             return Ok(None);
         };
-        if self.queues.tasks[accepted.delivery.source].returns_to_first {
+        if self.queues.tasks[accepted.delivery.source.0].returns_to_first {
             return Ok(None);
         }
         let blocked = |is_on_trial: bool| {
@@ -224,7 +225,7 @@ impl Settlement {
         timings: &Timings,
     ) -> Result<Settled, WorkerError> {
         let source = accepted.delivery.source;
-        if accepted.delivery.is_over_with(source, self.lost_sessions[source].load(Ordering::Acquire)) {
+        if accepted.delivery.is_over_with(source, self.lost_sessions[source.0].load(Ordering::Acquire)) {
             return Ok(Settled::Yes);
         }
         let tries = Tries {
@@ -377,7 +378,7 @@ impl Settlement {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
         accepted.traced.dead_lettered(reason);
         let worker = &self.worker_info.worker;
-        let queue = &self.queues.tasks[accepted.delivery.source].name;
+        let queue = &self.queues.tasks[accepted.delivery.source.0].name;
         let cause = Cause { reason, error: &error.message, worker, queue, at: SystemTime::now() };
         let message = accepted.traced.propagate(dead_letter(&accepted.task, &cause));
         let message = match &accepted.deaths {
@@ -469,7 +470,7 @@ impl Settlement {
         {
             self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }
-        let may_be_put_off = !self.queues.tasks[accepted.delivery.source].returns_to_first;
+        let may_be_put_off = !self.queues.tasks[accepted.delivery.source.0].returns_to_first;
         if matches!(sent, PublishOutcome::Evicted(_)) && may_be_put_off {
             reply.delay = longest_delay(&self.retry, self.time_to_wait(accepted), rand::random());
         }

@@ -30,7 +30,7 @@ impl Run<'_> {
         parts: Option<&mut Parts>,
     ) -> Result<JobEnd, Outcome> {
         let (source, time_limit) = (job.source(), self.shared.settlement.queue_timeouts.pool);
-        let prefetch = &self.shared.prefetch[self.accepted.delivery.source];
+        let prefetch = &self.shared.prefetch[self.accepted.delivery.source.0];
         let is_on_demand = source.is_some();
         if !is_on_demand {
             prefetch.prepared(job.inputs(), job.tokens());

@@ -28,7 +28,6 @@ use super::prefetch::SharedPrefetch;
 use super::settle::{Accepted, Outcome, Parts, Settled, Settlement, Trial};
 use super::{Reporter, Withdrawn, WorkerError};
 use crate::batching::{Group, QueueShare};
-use crate::broker::PerSource;
 use crate::engine::{Computed, Engine, TaskState, now};
 use crate::fetch::Fetcher;
 use crate::protocol::reply::micros;
@@ -45,8 +44,8 @@ const CRASH_RECORDS_WAIT: Duration = Duration::from_millis(200);
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) pools: Pools,
-    /// The share of each queue.
-    pub(super) shares: PerSource<QueueShare>,
+    /// The share of each queue, by source.
+    pub(super) shares: Vec<QueueShare>,
     /// Turns on the thread for long preparation.
     pub(super) turns: Turns,
     /// Fetches files. None if the pool allows no source.
@@ -58,7 +57,8 @@ pub(super) struct Shared {
     pub(super) reporter: Reporter,
     pub(super) crashes: CrashRecords,
     pub(super) withdrawn: Withdrawn,
-    pub(super) prefetch: PerSource<SharedPrefetch>,
+    /// By source.
+    pub(super) prefetch: Vec<SharedPrefetch>,
     pub(super) traces: Traces,
     pub(super) sentinels: Sentinels,
     pub(super) max_body: u64,

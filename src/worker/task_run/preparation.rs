@@ -84,7 +84,7 @@ impl Run<'_> {
     /// Waits until a task of this effort may be prepared. The threads do their work in the order of its arrival, so with
     /// several queues the tasks of one that arrive at once would hold up those of another.
     async fn wait_for_preparation(&self, effort: Effort) -> Result<Option<Turn>, TaskError> {
-        if effort == Effort::Brief || self.shared.shares.count() == 1 {
+        if effort == Effort::Brief || self.shared.shares.len() == 1 {
             return Ok(None);
         }
         self.wait_for_turn(&self.shared.pools.slice_turns, None).await

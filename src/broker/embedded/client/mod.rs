@@ -18,8 +18,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use self::consumer::SocketConsumer;
-use self::socket::{UnconfirmedPublishes, read_all, write_all};
-use super::wire::{Frame, WorkerHead, too_long};
+use self::socket::{UnconfirmedPublishes, read_all};
+use super::wire::{Frame, WorkerHead, too_long, write_all};
 use crate::broker::{
     Acker, BrokerError, BrokerSession, Delay, DeliveryTag, PublishFuture, PublishResult, Published, Publisher,
 };
@@ -48,7 +48,11 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
     // deliveries. So the reader never waits, and confirms never wait until deliveries are taken.
     let (answers, incoming) = mpsc::channel(usize::from(u16::MAX) + 4);
     let unconfirmed = Arc::new(UnconfirmedPublishes::default());
-    tokio::spawn(write_all(write, queued));
+    tokio::spawn(async move {
+        if let Err(error) = write_all(write, queued, Ok).await {
+            tracing::debug!(%error, "cannot write to the launcher's queue");
+        }
+    });
     tokio::spawn(read_all(read, answers, unconfirmed.clone()));
     let connection = Arc::new(Connection {
         path,

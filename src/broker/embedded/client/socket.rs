@@ -1,20 +1,19 @@
-//! The two tasks of a worker's connection: one writes requests, one reads answers and passes them on. Owns both
-//! halves of the socket, and the publishes that wait for their confirms.
+//! The task that reads the answers to a worker's connection, and passes them on. Owns the read half of the socket, and the
+//! publishes that wait for their confirms.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::StreamExt;
 use parking_lot::Mutex;
-use tokio::io::AsyncWriteExt;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::unix::OwnedReadHalf;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::codec::FramedRead;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::Published;
-use crate::broker::embedded::wire::{FLUSH_AT, Frame, FrameCodec, LauncherHead, append};
+use crate::broker::embedded::wire::{FrameCodec, LauncherHead};
 
 /// The publishes that wait for their confirms. Publishers add, the reader task removes and closes. The lock is
 /// held for map operations only. Bound: the publishes that callers wait for.
@@ -55,22 +54,6 @@ impl UnconfirmedPublishes {
 
 /// An answer to the consumer, with the body of a delivery; or why the connection ends.
 pub(super) type Incoming = Result<(LauncherHead, Bytes), String>;
-
-/// Writes requests until all senders of `queued` are dropped or the socket fails.
-pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Receiver<Frame>) {
-    let mut gathered = BytesMut::new();
-    while let Some(frame) = queued.recv().await {
-        append(&frame, &mut gathered);
-        // Small requests are collected into one write.
-        if !queued.is_empty() && gathered.len() < FLUSH_AT {
-            continue;
-        }
-        if let Err(error) = write.write_all_buf(&mut gathered).await {
-            tracing::debug!(%error, "cannot write to the launcher's queue");
-            return;
-        }
-    }
-}
 
 /// Reads answers until the socket ends; then fails all waiting publishes.
 pub(super) async fn read_all(
