@@ -12,9 +12,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::LauncherContext;
-use super::order::{LauncherRequest, Outcome, SlotCommand};
+use super::order::{LauncherRequest, Outcome, Replacement, SlotCommand};
 use super::restart::RestartReason;
-use super::slot_state::{Replacement, Slot, SlotEnd};
+use super::slot_state::{Slot, SlotEnd};
 use super::status_board::{Entry, SlotStatus};
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{ControlRequest, State, Target};

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use super::slot_state::Replacement;
+use super::restart::RestartReason;
 use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{ControlRequest, Target};
@@ -46,6 +46,24 @@ pub(super) enum SlotCommand {
     /// An order from the fleet to replace the worker by one with other settings, in the way that `launcher.replace`
     /// sets.
     Replace(Box<Assignment>, Replacement),
+}
+
+/// A replacement of a worker: its reason, its turn among all slots, and who waits for the outcome.
+pub(super) struct Replacement {
+    pub(super) reason: RestartReason,
+    /// While this is held, no other slot replaces its worker.
+    pub(super) permit: OwnedSemaphorePermit,
+    /// Where the outcome is reported, if anybody waits for it.
+    pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
+}
+
+impl Replacement {
+    /// Reports the outcome, if anybody waits for it.
+    pub(super) fn report(self, outcome: Result<(), String>) {
+        if let Some(answer) = self.answer {
+            let _ = answer.send(outcome);
+        }
+    }
 }
 
 /// A request to the launcher.

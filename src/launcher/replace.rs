@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::LauncherContext;
+use super::order::Replacement;
 use super::restart::RestartReason;
-use super::slot_state::{NextAction, Probation, Replacement, Slot, Successor};
+use super::slot_state::{NextAction, Probation, Slot, Successor};
 use super::worker_handle::{WorkerEvent, WorkerHandle};
 use super::worker_monitor::WorkerExit;
 use crate::config::{Assignment, Replace};

@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::sync::mpsc;
 
 use super::LauncherContext;
-use super::order::SlotCommand;
+use super::order::{Replacement, SlotCommand};
 use super::restart::RestartReason;
 use super::worker_handle::{Overrides, WorkerHandle};
 use crate::config::Assignment;
@@ -127,24 +127,6 @@ impl Slot {
         self.context.board.change(&self.assignment.slot, |entry| {
             *entry.report.restarts.entry(reason.as_str().to_owned()).or_default() += 1;
         });
-    }
-}
-
-/// A replacement of a worker: its reason, its turn among all slots, and who waits for the outcome.
-pub(super) struct Replacement {
-    pub(super) reason: RestartReason,
-    /// While this is held, no other slot replaces its worker.
-    pub(super) permit: OwnedSemaphorePermit,
-    /// Where the outcome is reported, if anybody waits for it.
-    pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
-}
-
-impl Replacement {
-    /// Reports the outcome, if anybody waits for it.
-    pub(super) fn report(self, outcome: Result<(), String>) {
-        if let Some(answer) = self.answer {
-            let _ = answer.send(outcome);
-        }
     }
 }
 
