@@ -11,11 +11,11 @@ use parking_lot::Mutex;
 
 /// The longest part of a line that is logged, in bytes.
 const MAX_LINE: usize = 4 << 10;
-/// How many lines are logged at once, and how many a second on average.
+/// How many lines may be logged at once, and how many a second on average.
 const BURST: f64 = 200.0;
 const PER_SECOND: f64 = 50.0;
-/// How long the rest of the output of an ended process is waited for. A process that is none of its descendants may hold the
-/// pipe.
+/// How long to wait for the rest of the output of an ended process. The wait is bounded, since another process that the class has
+/// given the pipe to may keep it open.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The output of a process.
@@ -59,25 +59,27 @@ impl PrintedOutput {
 
 /// Divides output into lines, and decides which are logged.
 struct Lines {
-    /// The beginning of a line.
-    begun: Vec<u8>,
+    /// The line that is being read, up to [`MAX_LINE`] and one byte that shows that it is longer.
+    line: Vec<u8>,
     /// The last whole line that is not blank.
     last: Vec<u8>,
+    /// The same as text, for [`PrintedOutput::last_line`].
     last_line: Arc<Mutex<String>>,
-    /// How many lines may be logged now.
+    /// How many lines might be logged at the time `counted`.
     allowed: f64,
-    at: Instant,
+    counted: Instant,
+    /// How many lines were not logged since the last one that was.
     left_out: u64,
 }
 
 impl Lines {
     fn new(last_line: Arc<Mutex<String>>) -> Self {
         Self {
-            begun: Vec::new(),
+            line: Vec::new(),
             last: Vec::new(),
             last_line,
             allowed: BURST,
-            at: Instant::now(),
+            counted: Instant::now(),
             left_out: 0,
         }
     }
@@ -85,45 +87,46 @@ impl Lines {
     fn add(&mut self, mut bytes: &[u8], now: Instant) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             let (line, rest) = bytes.split_at(end);
-            self.begin(line);
-            self.finish_line(now);
+            self.extend_line(line);
+            self.end_line(now);
             bytes = rest.get(1..).unwrap_or_default();
         }
-        self.begin(bytes);
+        self.extend_line(bytes);
         if !self.last.is_empty() {
             *self.last_line.lock() = shown(&self.last);
         }
     }
 
-    /// Adds to the line that has begun, whose rest beyond [`MAX_LINE`] is dropped.
-    fn begin(&mut self, bytes: &[u8]) {
-        let room = (MAX_LINE + 1).saturating_sub(self.begun.len());
-        self.begun.extend_from_slice(bytes.get(..room.min(bytes.len())).unwrap_or_default());
+    /// Adds to the line that is being read.
+    fn extend_line(&mut self, bytes: &[u8]) {
+        let room = (MAX_LINE + 1).saturating_sub(self.line.len());
+        self.line.extend_from_slice(bytes.get(..room.min(bytes.len())).unwrap_or_default());
     }
 
-    fn finish_line(&mut self, now: Instant) {
-        if !self.begun.trim_ascii().is_empty() {
+    fn end_line(&mut self, now: Instant) {
+        if !self.line.trim_ascii().is_empty() {
             if self.may_log(now) {
-                tracing::info!(target: "sconce::python", "{}", shown(&self.begun));
+                tracing::info!(target: "sconce::python", "{}", shown(&self.line));
             }
-            std::mem::swap(&mut self.begun, &mut self.last);
+            std::mem::swap(&mut self.line, &mut self.last);
         }
-        self.begun.clear();
+        self.line.clear();
     }
 
+    /// Whether one more line may be logged; if not, it is counted as left out.
     fn may_log(&mut self, now: Instant) -> bool {
-        let since = now.saturating_duration_since(self.at).as_secs_f64();
-        (self.allowed, self.at) = ((self.allowed + since * PER_SECOND).min(BURST), now);
+        let since = now.saturating_duration_since(self.counted).as_secs_f64();
+        (self.allowed, self.counted) = ((self.allowed + since * PER_SECOND).min(BURST), now);
         if self.allowed < 1.0 {
             self.left_out += 1;
             return false;
         }
         self.allowed -= 1.0;
-        self.say_left_out();
+        self.log_left_out();
         true
     }
 
-    fn say_left_out(&mut self) {
+    fn log_left_out(&mut self) {
         let lines = std::mem::take(&mut self.left_out);
         if lines > 0 {
             tracing::warn!(lines, "lines of the Python process are left out: it prints too many");
@@ -132,7 +135,7 @@ impl Lines {
 
     fn end(&mut self) {
         self.add(b"\n", Instant::now());
-        self.say_left_out();
+        self.log_left_out();
     }
 }
 
@@ -161,7 +164,7 @@ mod tests {
         for _ in 0..1_000 {
             lines.add(&[b'x'; 1_000], Instant::now());
         }
-        assert!(lines.begun.capacity() < 4 * MAX_LINE);
+        assert!(lines.line.capacity() < 4 * MAX_LINE);
         lines.add(b"\n", Instant::now());
         assert!(last_line.lock().ends_with("… (cut)"), "{}", last_line.lock());
     }
