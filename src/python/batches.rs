@@ -61,8 +61,7 @@ fn split(mut bytes: &[u8], lengths: &[usize]) -> Option<Vec<Vec<f32>>> {
     let mut vectors = Vec::with_capacity(lengths.len());
     for length in lengths {
         let (vector, rest) = bytes.split_at_checked(length.checked_mul(4)?)?;
-        let numbers = vector.chunks_exact(4).map(|bytes| bytes.try_into().map(f32::from_le_bytes));
-        vectors.push(numbers.collect::<Result<_, _>>().ok()?);
+        vectors.push(vector.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect());
         bytes = rest;
     }
     bytes.is_empty().then_some(vectors)
