@@ -1,4 +1,4 @@
-"""A class that computes nothing: what is left is sconce's own part."""
+"""A class that computes nothing, so that only the overhead of sconce is measured."""
 
 from sconce_model import Model
 
@@ -9,5 +9,5 @@ class Empty(Model):
     urls = ("/v1/embeddings",)
 
     def forward(self, batch):
-        """At once."""
+        """Returns at once."""
         return [(0.0, 1.0)] * len(batch)

@@ -1,5 +1,5 @@
-"""The class of examples/python/models/embedder.py in one process, without a queue: batches as sconce makes them, of up to
-MAX_TOKENS tokens, in the order of the texts."""
+"""The class of examples/python/models/embedder.py in one process, without a queue. Batches have up to MAX_TOKENS tokens, as those
+of sconce, and take the texts in their order."""
 
 import os
 
@@ -13,18 +13,18 @@ from .asked import serve, texts
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model = sconce_model.load(Embedder, options={"model": os.environ["MODEL"]})
-    most = int(os.environ["MAX_TOKENS"])
+    max_tokens = int(os.environ["MAX_TOKENS"])
 
-    def embed(some):
+    def embed(some_texts):
         """The vectors of texts."""
-        found, batch, tokens = [], [], 0
-        for text in some:
+        vectors, batch, tokens = [], [], 0
+        for text in some_texts:
             (one,) = model.preprocess(sconce_model.Task.of({"input": text}, "/v1/embeddings"))
-            if batch and tokens + one.tokens > most:
-                found += model.forward(batch)
+            if batch and tokens + one.tokens > max_tokens:
+                vectors += model.forward(batch)
                 batch, tokens = [], 0
             batch.append(one)
             tokens += one.tokens
-        return found + model.forward(batch)
+        return vectors + model.forward(batch)
 
     serve(embed, texts())

@@ -198,7 +198,7 @@ def test_what_is_no_vector_is_an_error_and_no_reply(outputs: Any, message: str) 
     for reply in answered(lambda self, batch: outputs if len(batch) == 2 else type(outputs)(list(outputs)[:1])):
         assert reply.status_code == 500, reply
     with pytest.raises(TypeError, match=message):
-        sconce_model._bodies.rows(sconce_model._class.computed(sconce_model.load(of(forward=lambda self, batch: outputs)), [Input(1), Input(2)]))
+        sconce_model._bodies.vectors(sconce_model._class.call_forward(sconce_model.load(of(forward=lambda self, batch: outputs)), [Input(1), Input(2)]))
 
 
 def test_an_error_in_any_list_refuses_its_input() -> None:
@@ -236,8 +236,8 @@ def test_an_error_says_what_it_was_told_however_it_was_made() -> None:
         def __init__(self) -> None:
             Exception.__init__(self, "own words")
 
-    told = [sconce_model._errors.told(error) for error in (Own(), TaskError(422, "x", ("input", 0)))]  # type: ignore[arg-type]
-    assert [(it["status"], it["message"], it["param"]) for it in told] == [(400, "own words", None), (422, "x", "input.0")]
+    failures = [sconce_model._errors.failure_of(error) for error in (Own(), TaskError(422, "x", ("input", 0)))]  # type: ignore[arg-type]
+    assert [(it["status"], it["message"], it["param"]) for it in failures] == [(400, "own words", None), (422, "x", "input.0")]
     noted = ValueError("the reason")
     noted.__notes__ = ["see the page"]
     assert sconce_model._errors.last_line(noted) == "ValueError: the reason"
@@ -256,13 +256,13 @@ def test_a_probe_that_fails_is_an_error_of_the_test() -> None:
 
 
 def test_arrays_are_vectors_of_real_numbers_or_errors() -> None:
-    rows = sconce_model._bodies.rows
+    vectors = sconce_model._bodies.vectors
     for good in (np.ones((2, 3)), np.matrix([[1, 1, 1], [1, 1, 1]]), [np.ones(3, "f2"), np.ones(3, "i8")]):
-        lengths, buffers = rows(good)
-        assert lengths in (3, [3, 3]) and b"".join(buffers) == struct.pack("<6f", *[1.0] * 6)
+        lengths, numbers = vectors(good)
+        assert lengths == [3, 3] and numbers == struct.pack("<6f", *[1.0] * 6)
     for bad in (np.ones((2, 3, 4)), [np.ones((3, 4))], np.ones((2, 3), "c8"), [np.ma.array([1.0], mask=[True])], np.array([["1"]])):
         with pytest.raises(TypeError, match="forward returned an array"):
-            rows(bad)
+            vectors(bad)
 
 
 def test_outputs_that_are_kept_are_not_overwritten_by_the_next_batch() -> None:
@@ -270,5 +270,5 @@ def test_outputs_that_are_kept_are_not_overwritten_by_the_next_batch() -> None:
     kept = []
     for number in range(2):
         buffer[0, 0] = number
-        kept += list(sconce_model._bodies.own(buffer))
+        kept += list(sconce_model._bodies.copy_of(buffer))
     assert [float(one[0]) for one in kept] == [0.0, 1.0]

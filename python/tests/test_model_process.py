@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import pytest
 
-from sconce_model._wire import written
+from sconce_model._wire import encode
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 30.0
@@ -121,16 +121,16 @@ def test_a_class_without_finish_gives_numbers_and_templates(start: Start) -> Non
     process = start("lengths")
     described = process.ready()
     assert described["urls"] == [{"url": "/v1/embeddings", "media_types": ["application/json"]}]
-    assert (described["work"], described["values"], described["slow"], described["concurrency"]) == ("batches", True, False, 1)
+    assert (described["work"], described["gives_numbers"], described["has_preprocess"], described["concurrency"]) == ("batches", True, False, 1)
 
     prepared = process.prepare(7, {"input": ["one", "three"], "encoding_format": "base64", "model": "a/served"})
     assert (prepared["tokens"], prepared["bytes"], prepared["parts"]) == ([1, 2], [3, 5], False)
-    assert prepared["template"] == {"content_type": "application/json", "as": "base64"}
+    assert prepared["form"] == "base64"
     reply = json.loads(b'"value"'.join(prepared["buffers"]))
     assert [it["embedding"] for it in reply["data"]] == ["value", "value"] and reply["model"] == "served"
     assert reply["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
 
-    assert process.prepare(9, {"input": "seventeen letters"})["template"]["as"] == "json"
+    assert process.prepare(9, {"input": "seventeen letters"})["form"] == "json"
     outputs = process.forward([7, 1, 1], [9, 0, 1], [7, 0, 1])
     assert (outputs["count"], outputs["lengths"], outputs["errors"]) == (3, [2, 2, 2], [])
     assert numbers(outputs["buffers"][0]) == [5.0, 0.5, 17.0, 0.5, 3.0, 0.5]
@@ -149,22 +149,22 @@ def test_dropped_tasks_are_gone(start: Start) -> None:
 def test_a_class_with_finish_keeps_its_outputs(start: Start) -> None:
     process = start("Fussy", options={"name": "a", "factor": 3}, dtype="bf16")
     described = process.ready()
-    assert described["values"] is False and described["slow"] is True
-    assert {"name": "factor", "type": "float", "default": 2, "value": 3} in described["options"]
-    assert {"name": "name", "type": "str", "default": None, "value": "a"} in described["options"]
-    assert process.prepare(1, {"input": ["ab", "c", "def"]})["template"] is None
+    assert described["gives_numbers"] is False and described["has_preprocess"] is True
+    assert {"name": "factor", "type": "float", "value": 3} in described["options"]
+    assert {"name": "name", "type": "str", "value": "a"} in described["options"]
+    assert "form" not in process.prepare(1, {"input": ["ab", "c", "def"]})
     assert process.forward([1, 2, 1]) == {"type": "outputs", "count": 1, "errors": [], "buffers": []}
-    early = process.answer(type="finish", task=1, usage_tokens=3)
+    early = process.answer(type="finish", task=1)
     assert (early["type"], early["kind"]) == ("refused", "error")
     process.forward([1, 0, 2])
-    finished = process.answer(type="finish", task=1, usage_tokens=3)
+    finished = process.answer(type="finish", task=1)
     assert finished["content_type"] == "application/json"
     seed = 2**32 - 1
     assert json.loads(finished["buffers"][0]) == {"found": ["cpu", "bfloat16", seed], "sums": [6.0, 3.0, 9.0], "tokens": 3}
 
     process.prepare(2, b"a bc", "/count", content_type="text/plain")
     process.forward([2, 0, 2])
-    counted = process.answer(type="finish", task=2, usage_tokens=3)
+    counted = process.answer(type="finish", task=2)
     assert (counted["content_type"], counted["buffers"]) == ("text/x-count", [b"9"])
 
 
@@ -177,7 +177,7 @@ def test_each_failure_of_a_batch_is_told_apart(start: Start) -> None:
     process.prepare(1, {"input": words})
     process.prepare(4, b"giant", "/count", content_type="text/plain")
     process.forward([4, 0, 1])
-    giant = process.answer(type="finish", task=4, usage_tokens=5)
+    giant = process.answer(type="finish", task=4)
     assert (giant["type"], giant["kind"]) == ("refused", "error")
     assert giant["message"] == "ValueError: 1 buffers of 1073741825 bytes are more than the worker takes"
     placed = process.forward([1, 0, 1])
@@ -270,7 +270,7 @@ def test_a_probe_is_a_task_for_the_first_url(start: Start) -> None:
 def test_streams_run_side_by_side_and_end_once(start: Start) -> None:
     process = start("Teller", options={"concurrency": 3})
     described = process.ready()
-    assert (described["work"], described["concurrency"], described["values"]) == ("streams", 3, False)
+    assert (described["work"], described["concurrency"], described["gives_numbers"]) == ("streams", 3, False)
     for number, body in enumerate([{"count": 3, "stream": True}, {"count": 2}, {"count": 3, "way": "fail"}]):
         prepared = process.prepare(number, body, "/tell")
         assert (prepared["type"], prepared["parts"], len(prepared["tokens"])) == ("prepared", number == 0, 1)
@@ -364,5 +364,5 @@ def test_without_a_worker_it_says_what_to_do() -> None:
 
 
 def test_half_a_surrogate_pair_in_an_error_does_not_spoil_its_frame() -> None:
-    frame = written("refused", task=7, message="no voice \ud83d")
+    frame = encode("refused", task=7, message="no voice \ud83d")
     assert json.loads(frame[4:]) == {"type": "refused", "task": 7, "message": "no voice ?", "buffers": []}

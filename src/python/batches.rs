@@ -1,12 +1,14 @@
-//! Computes batches, over the model channel: a batch is a list of ids, and its results are values, or stay in the process.
-//! Owns the channel.
+//! Computes batches, over the model channel. The inputs of a batch are in the process; the outputs come to the worker if they are
+//! numbers, and otherwise stay there. Owns the channel.
 
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use super::frames::{Frame, read_frame, write_frame};
-use super::messages::{Failure, FailureKind, FromProcess, Lengths, Outputs, Range, ToProcess};
+use super::frames::write_frame;
+use super::messages::{
+    Answer, Failure, FailureKind, FromProcess, InputFailure, InputRange, Outputs, ToProcess,
+};
 use super::process::{Lost, Process};
 use super::processor::{Input, Output};
 use super::replies;
@@ -16,53 +18,36 @@ use crate::model::{Forward, ForwardError, TaskError, TaskErrorKind};
 pub struct Batches {
     pub(super) process: Arc<Process>,
     pub(super) channel: UnixStream,
-    /// Whether outputs come with the results.
-    pub(super) has_values: bool,
+    /// Whether the outputs are numbers.
+    pub(super) gives_numbers: bool,
 }
 
+/// The result of each input of a batch.
+type BatchResults = Vec<Result<Output, TaskError>>;
+
 impl Batches {
+    /// The error for the engine, after an error on the channel.
     fn lost(&self, inputs: usize, error: &io::Error) -> ForwardError {
         let Lost { reason, .. } = self.process.why_lost(&format!("a batch of {inputs} inputs"), error);
         ForwardError::Device(reason)
     }
 
-    /// The results in a frame.
-    fn results(
-        &self,
-        outputs: Outputs,
-        inputs: usize,
-        mut frame: Frame,
-    ) -> Result<Vec<Result<Output, TaskError>>, String> {
+    /// The result of each input. An error says what is wrong with the message.
+    fn results(&self, outputs: Outputs, numbers: &[u8], inputs: usize) -> Result<BatchResults, String> {
         let Outputs { count, lengths, errors } = outputs;
         if count != inputs {
             return Err(format!("{count} outputs for {inputs} inputs"));
         }
-        let lengths = match lengths {
-            Lengths::Same(length) => vec![length; count],
-            Lengths::Each(lengths) => lengths,
-        };
-        let values = frame.body();
-        let expected =
-            lengths.iter().try_fold(0_usize, |sum, length| sum.checked_add(length.checked_mul(4)?));
-        if self.has_values && (lengths.len() != count || expected != Some(values.len())) {
-            let (bytes, lengths) = (values.len(), lengths.len());
-            return Err(format!("{bytes} bytes of values, and {lengths} lengths that need other ones"));
-        }
-        let mut rest = &values[..];
-        let mut results: Vec<Result<Output, TaskError>> = if self.has_values {
-            let mut next = |length: usize| {
-                let (values, after) = rest.split_at_checked(4 * length).unwrap_or_default();
-                rest = after;
-                let numbers = values
-                    .chunks_exact(4)
-                    .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap_or_default()));
-                Ok(Output::Values(numbers.collect()))
-            };
-            lengths.into_iter().map(&mut next).collect()
+        let mut results: BatchResults = if self.gives_numbers {
+            let vectors = split(numbers, &lengths).filter(|vectors| vectors.len() == count);
+            let vectors = vectors.ok_or_else(|| {
+                format!("{} bytes of numbers, which {} lengths do not match", numbers.len(), lengths.len())
+            })?;
+            vectors.into_iter().map(|vector| Ok(Output::Numbers(vector))).collect()
         } else {
-            (0..count).map(|_| Ok(Output::Kept)).collect()
+            (0..count).map(|_| Ok(Output::InProcess)).collect()
         };
-        for (index, failure) in errors {
+        for InputFailure { index, failure } in errors {
             let result =
                 results.get_mut(index).ok_or_else(|| format!("an error for output {index} of {count}"))?;
             *result = Err(replies::task_error(failure, TaskErrorKind::Fault));
@@ -71,21 +56,32 @@ impl Batches {
     }
 }
 
-/// The inputs as ranges of adjacent ones.
-fn ranges(batch: &[&Input]) -> Vec<Range> {
-    let mut ranges: Vec<Range> = Vec::new();
+/// Divides little-endian numbers into vectors of these lengths. None if that does not come out even.
+fn split(mut bytes: &[u8], lengths: &[usize]) -> Option<Vec<Vec<f32>>> {
+    let mut vectors = Vec::with_capacity(lengths.len());
+    for length in lengths {
+        let (vector, rest) = bytes.split_at_checked(length.checked_mul(4)?)?;
+        vectors.push(vector.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect());
+        bytes = rest;
+    }
+    bytes.is_empty().then_some(vectors)
+}
+
+/// The inputs of a batch as ranges of adjacent inputs.
+fn ranges(batch: &[&Input]) -> Vec<InputRange> {
+    let mut ranges: Vec<InputRange> = Vec::new();
     for Input { held, index, .. } in batch {
         match ranges.last_mut() {
-            Some((task, first, count)) if *task == held.id && *first + *count == *index => *count += 1,
-            _ => ranges.push((held.id, *index, 1)),
+            Some(range) if range.task == held.id && range.first + range.count == *index => range.count += 1,
+            _ => ranges.push(InputRange { task: held.id, first: *index, count: 1 }),
         }
     }
     ranges
 }
 
-/// What the failure of a batch means. A `TaskError` refuses the input if it is alone, and is an ordinary failure
-/// otherwise.
-fn failed(failure: Failure, inputs: usize) -> Result<Vec<Result<Output, TaskError>>, ForwardError> {
+/// What the failure of a batch means. A `TaskError` refuses an input that is alone in its batch. In a larger batch it is an
+/// ordinary failure, after which the engine halves the batch.
+fn failed(failure: Failure, inputs: usize) -> Result<BatchResults, ForwardError> {
     match failure.kind {
         FailureKind::OutOfMemory => Err(ForwardError::OutOfMemory(failure.message)),
         FailureKind::Task if inputs == 1 => Ok(vec![Err(replies::task_error(failure, TaskErrorKind::Fault))]),
@@ -106,12 +102,12 @@ impl Forward for Batches {
         Ok(batch.len())
     }
 
-    fn wait(&mut self, inputs: usize) -> Result<Vec<Result<Output, TaskError>>, ForwardError> {
-        let answer = read_frame(&self.channel, Some(self.process.timeout()))
-            .and_then(|frame| Ok((frame.header()?, frame)));
-        let (answer, frame) = answer.map_err(|error| self.lost(inputs, &error))?;
-        let results = match answer {
-            FromProcess::Outputs(outputs) => self.results(outputs, inputs, frame),
+    fn wait(&mut self, inputs: usize) -> Result<BatchResults, ForwardError> {
+        let answer = Answer::read(&self.channel, Some(self.process.timeout()));
+        let mut answer = answer.map_err(|error| self.lost(inputs, &error))?;
+        let body = answer.body();
+        let results = match answer.message {
+            FromProcess::Outputs(outputs) => self.results(outputs, &body, inputs),
             FromProcess::Failed(failure) => return failed(failure, inputs),
             _ => Err("an answer to something else".to_owned()),
         };

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-/// The processes that descend from this one, itself left out. Empty if the system does not tell.
+/// The ids of the processes that descend from this one, without its own. Empty if `/proc` cannot be read.
 pub(super) fn descendants(process: i32) -> Vec<i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
@@ -16,12 +16,12 @@ pub(super) fn descendants(process: i32) -> Vec<i32> {
     found.split_off(1)
 }
 
-/// Bytes that the descendants of a process use alone. Mapped files and memory shared with others do not count.
+/// The memory of the descendants of a process, in bytes: each one's anonymous pages, without mapped files.
 pub(super) fn memory_of_descendants(process: i32) -> u64 {
     descendants(process).into_iter().map(memory_of).sum()
 }
 
-/// Field 4 of `/proc/PID/stat`. The name in parentheses before it may contain anything.
+/// The parent is field 4 of `/proc/PID/stat`. Field 2, the name in parentheses, may contain spaces and parentheses.
 fn parent_of(process: i32) -> Option<i32> {
     let stat = fs::read(format!("/proc/{process}/stat")).ok()?;
     let stat = String::from_utf8_lossy(&stat);

@@ -5,11 +5,11 @@ use std::ffi::OsString;
 
 use crate::config::Python;
 
-/// The variables that are passed on.
-const PASSED_ON: [&str; 6] = ["PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR"];
-/// Variables of the locale, which are passed on too, begin with this.
+/// The variables that the process inherits from the worker.
+const INHERITED: [&str; 6] = ["PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR"];
+/// The names of the other variables of the locale begin with this. The process inherits them, too.
 const LOCALE: &str = "LC_";
-/// The variables by which libraries of numbers take their number of threads.
+/// The variables from which numerical libraries take their number of threads.
 const THREADS: [&str; 5] = [
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -18,18 +18,18 @@ const THREADS: [&str; 5] = [
     "RAYON_NUM_THREADS",
 ];
 
-/// The variables of a process. `device`: `cpu`, or the UUID of the only GPU that it sees. `own`: the worker's variables.
-/// Those of the settings come last, and win.
+/// The variables of a process. `device`: `cpu`, or the UUID of the only GPU that it sees. `worker`: the worker's variables.
+/// Those of the settings come last, so that they replace others of the same name.
 pub(super) fn variables(
     python: &Python,
     device: &str,
     threads: usize,
-    own: impl Iterator<Item = (OsString, OsString)>,
+    worker: impl Iterator<Item = (OsString, OsString)>,
 ) -> Vec<(OsString, OsString)> {
-    let is_passed_on = |name: &OsString| {
-        name.to_str().is_some_and(|name| PASSED_ON.contains(&name) || name.starts_with(LOCALE))
+    let is_inherited = |name: &OsString| {
+        name.to_str().is_some_and(|name| INHERITED.contains(&name) || name.starts_with(LOCALE))
     };
-    let mut variables: Vec<(OsString, OsString)> = own.filter(|(name, _)| is_passed_on(name)).collect();
+    let mut variables: Vec<(OsString, OsString)> = worker.filter(|(name, _)| is_inherited(name)).collect();
     let mut set = |name: &str, value: &str| variables.push((name.into(), value.into()));
     set("CUDA_VISIBLE_DEVICES", if device == "cpu" { "" } else { device });
     set("CUDA_DEVICE_ORDER", "PCI_BUS_ID");

@@ -1,4 +1,5 @@
-//! Frames: a length, a header of JSON and raw buffers. Decides their bounds, and how long the next frame is waited for.
+//! Frames on a socket: the length of a header, the header as JSON, and raw buffers. Decides the bounds of a frame, and how long
+//! the next one is waited for.
 //! Owns no state.
 
 use std::io::{self, Read, Write};
@@ -14,8 +15,8 @@ const MAX_HEADER: usize = 16 << 20;
 const MAX_BUFFERS: usize = 1 << 16;
 /// The most bytes of all buffers of a frame.
 const MAX_BYTES: usize = 1 << 30;
-/// A frame of at most this many bytes is written by one call of the system.
-const ONE_WRITE: usize = 64 << 10;
+/// Buffers of at most this many bytes together are copied behind the header, so that one system call writes the frame.
+const MAX_COPIED: usize = 64 << 10;
 
 /// A frame that was read.
 pub(super) struct Frame {
@@ -43,18 +44,13 @@ impl Frame {
     /// The header.
     ///
     /// # Errors
-    /// It is none that this version knows.
+    /// `InvalidData` for a header that is not an `H`.
     pub(super) fn header<'a, H: Deserialize<'a>>(&'a self) -> io::Result<H> {
         serde_json::from_slice(&self.header).map_err(|error| {
             let text = String::from_utf8_lossy(&self.header);
             let shown = crate::protocol::shorten(&text, 200);
             invalid(format!("the header of a frame is not understood: {error}: {shown}"))
         })
-    }
-
-    /// The only buffer; empty if there is none.
-    pub(super) fn body(&mut self) -> Bytes {
-        self.buffers.pop().unwrap_or_default()
     }
 }
 
@@ -83,7 +79,7 @@ pub(super) fn write_frame(
         )));
     }
     frame.splice(..4, (length as u32).to_le_bytes());
-    if bytes <= ONE_WRITE {
+    if bytes <= MAX_COPIED {
         buffers.iter().for_each(|buffer| frame.extend_from_slice(buffer));
         return socket.write_all(&frame);
     }
@@ -94,7 +90,7 @@ pub(super) fn write_frame(
 /// Reads the next frame. `time`: how long it may take; none: for ever.
 ///
 /// # Errors
-/// `TimedOut`; `UnexpectedEof` if the socket was closed; `InvalidData` for a frame beyond its bounds.
+/// `TimedOut` after that time; `UnexpectedEof` if the socket was closed; `InvalidData` for a frame beyond its bounds.
 pub(super) fn read_frame(socket: &UnixStream, time: Option<Duration>) -> io::Result<Frame> {
     let deadline = time.map(|time| Instant::now() + time);
     let mut length = [0; 4];
@@ -155,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_frame_is_read_as_it_was_written() {
-        let large = vec![7; 2 * ONE_WRITE];
+        let large = vec![7; 2 * MAX_COPIED];
         for buffers in [vec![], vec![&b""[..]], vec![b"ab", b"c"], vec![&large, b"x"]] {
             let (one, other) = UnixStream::pair().unwrap();
             let expected: Vec<Bytes> = buffers.iter().map(|buffer| Bytes::copy_from_slice(buffer)).collect();

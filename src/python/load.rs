@@ -1,6 +1,6 @@
-//! Has a process load its class, and reads what the class is. Decides what it means if that fails: the operator must act,
-//! or the process is tried again. Also describes a class for people, in a process that sees no GPU and loads nothing. Owns
-//! no state.
+//! Has a process import and load its class, and reads what the class is. If that fails, decides whether the operator must act or
+//! another process may succeed. Also describes a class for people, in a process that sees no GPU and loads nothing. Owns no
+//! state.
 
 use std::fmt;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::batches::Batches;
-use super::frames::{Frame, read_frame, write_frame};
+use super::frames::write_frame;
 use super::messages::{
-    self, DescribedOption, Description, Failure, FailureKind, FromProcess, ProbeHeader, ToProcess, VERSION,
-    Work,
+    Answer, DescribedOption, Description, Failure, FailureKind, FromProcess, ProbeHeader, StartHeader,
+    ToProcess, Url, VERSION, Work,
 };
 use super::process::{Lost, Process, ProcessSettings, Started};
 use super::processor::PythonProcessor;
@@ -26,10 +26,10 @@ use crate::config::{Assignment, Pool, PythonClass, PythonPlace};
 use crate::engine::{Foreign, ForeignProcess, ForeignWork, Waker};
 use crate::model::{LoadError, LoadSpec, Message, Properties, Route, model_name};
 
-/// How long describing a class may take: the time to import its module.
+/// How long it may take to describe a class, which is the time to import its module.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(60);
-/// After how long the log says for the first time that the process is still importing or loading. It says so again, as a
-/// warning, each time it has taken twice as long.
+/// After this time the log says that the process is still importing or loading. Whenever twice the time has passed, a warning
+/// says so again.
 const FIRST_REMARK: Duration = Duration::from_secs(4);
 /// The most URLs that a class may answer.
 const MAX_URLS: usize = 64;
@@ -44,7 +44,7 @@ impl Described {
         self.0.options.iter().map(line)
     }
 
-    /// What it answers.
+    /// The URLs that it answers.
     pub fn routes(&self) -> &'static [Route] {
         routes(&self.0)
     }
@@ -72,18 +72,18 @@ impl fmt::Display for Described {
 struct LoadingWorker<'a> {
     device: &'a str,
     slot: &'a str,
-    /// Its name, which no other worker on any host has.
+    /// A name that no other worker on any host has.
     name: &'a str,
     threads: usize,
 }
 
-/// The first frame.
+/// The header of the first frame.
 fn start_frame<'a>(
     mode: &'a str,
     pool: &'a Pool,
     spec: &'a LoadSpec,
     worker: LoadingWorker<'a>,
-) -> Result<messages::StartHeader<'a>, LoadError> {
+) -> Result<StartHeader<'a>, LoadError> {
     let Some(PythonClass { place, class }) = pool.python_class() else {
         let reason = "it names no class in Python".to_owned();
         return Err(LoadError::Unsupported { model: pool.model.clone(), reason });
@@ -94,7 +94,7 @@ fn start_frame<'a>(
     };
     let LoadingWorker { device, slot, name, threads } = worker;
     let slot_index = slot.rsplit('/').next().and_then(|index| index.parse().ok()).unwrap_or_default();
-    Ok(messages::StartHeader {
+    Ok(StartHeader {
         version: VERSION,
         mode,
         module,
@@ -106,9 +106,8 @@ fn start_frame<'a>(
         threads,
         slot,
         slot_index,
-        // The same after each start, and for each version of Rust that has built this program. NumPy takes no more bits.
+        // This hasher has fixed keys, so that a worker has the same seed after each start. NumPy takes 32 bits.
         seed: BuildHasherDefault::<DefaultHasher>::default().hash_one(name) as u32,
-        model: &pool.model,
         model_name: model_name(&pool.model),
         served_names: &spec.served_names,
         max_inputs: spec.max_inputs,
@@ -116,9 +115,10 @@ fn start_frame<'a>(
     })
 }
 
-/// A conversation with a process that loads its class.
+/// A process that loads its class.
 struct Loading<'a> {
     started: Started,
+    /// The pool's `model`, for errors.
     model: &'a str,
 }
 
@@ -139,26 +139,29 @@ impl<'a> Loading<'a> {
         Ok(Self { started, model: &pool.model })
     }
 
-    fn refused(&self, reason: String) -> LoadError {
-        LoadError::Unsupported { model: self.model.to_owned(), reason }
-    }
-
-    fn lost(&self, error: &io::Error) -> LoadError {
-        let Lost { reason, is_setup } = self.started.process.why_lost("loading the model", error);
-        match is_setup {
-            true => self.refused(reason),
-            false => LoadError::Process { model: self.model.to_owned(), reason },
+    /// An error: `must_operator_act` before any process can load the class, or another process may succeed.
+    fn failed(&self, must_operator_act: bool, reason: String) -> LoadError {
+        let model = self.model.to_owned();
+        match must_operator_act {
+            true => LoadError::Unsupported { model, reason },
+            false => LoadError::Process { model, reason },
         }
     }
 
-    /// The next answer, for which the process is `doing` something. `time`: how long it may take; none: as long as it needs.
-    fn next(&self, doing: &str, time: Option<Duration>) -> Result<(FromProcess, Frame), LoadError> {
+    /// The error after `error` on the channel.
+    fn lost(&self, error: &io::Error) -> LoadError {
+        let Lost { reason, must_operator_act } = self.started.process.why_lost("loading the model", error);
+        self.failed(must_operator_act, reason)
+    }
+
+    /// The next answer. `doing`: what the process does until then. `time`: how long it may take; none: as long as it needs.
+    fn next(&self, doing: &str, time: Option<Duration>) -> Result<Answer, LoadError> {
         let (since, mut remark) = (Instant::now(), FIRST_REMARK);
         while time.is_none_or(|time| remark < time)
             && !is_readable(&self.started.model_channel, remark.saturating_sub(since.elapsed()))
         {
             let (model, seconds) = (self.model, remark.as_secs());
-            // A person who waits for a command sees warnings only.
+            // A long wait is a warning, since a person who waits for a command sees no other lines of the log.
             match remark > FIRST_REMARK {
                 true => tracing::warn!(model, seconds, "the Python process is still {doing}"),
                 false => tracing::info!(model, seconds, "the Python process is still {doing}"),
@@ -166,60 +169,53 @@ impl<'a> Loading<'a> {
             remark *= 2;
         }
         let left = time.map(|time| time.saturating_sub(since.elapsed()));
-        let answer =
-            read_frame(&self.started.model_channel, left).and_then(|frame| Ok((frame.header()?, frame)));
-        let (answer, frame) =
-            answer.map_err(|error| match time.filter(|_| error.kind() == io::ErrorKind::TimedOut) {
+        let answer = Answer::read(&self.started.model_channel, left).map_err(|error| {
+            match time.filter(|_| error.kind() == io::ErrorKind::TimedOut) {
                 Some(time) => {
                     let seconds = time.as_secs();
-                    self.refused(format!(
-                        "importing its module took longer than {seconds} s; a worker waits for longer"
-                    ))
+                    let limit = format!("importing its module took longer than {seconds} s");
+                    self.failed(true, format!("{limit}; a worker waits for longer"))
                 }
                 None => self.lost(&error),
-            })?;
-        let FromProcess::Failed(Failure { kind, message, .. }) = answer else { return Ok((answer, frame)) };
-        Err(match kind {
-            FailureKind::Operator => self.refused(message),
-            _ => LoadError::Process { model: self.model.to_owned(), reason: message },
-        })
+            }
+        })?;
+        match answer.message {
+            FromProcess::Failed(Failure { kind, message, .. }) => {
+                Err(self.failed(kind == FailureKind::Operator, message))
+            }
+            _ => Ok(answer),
+        }
     }
 
     /// Sends the first frame, and reads what the class is.
-    fn describe(
-        &self,
-        start: &messages::StartHeader<'_>,
-        time: Option<Duration>,
-    ) -> Result<Description, LoadError> {
+    fn describe(&self, start: &StartHeader<'_>, time: Option<Duration>) -> Result<Description, LoadError> {
         write_frame(&self.started.model_channel, &ToProcess::Start(start), &[])
             .map_err(|error| self.lost(&error))?;
-        let description = match self.next("importing its module", time)? {
-            (FromProcess::Described(description), _) => *description,
-            _ => return Err(self.refused("its process has not described the class first".to_owned())),
+        let FromProcess::Described(description) = self.next("importing its module", time)?.message else {
+            return Err(self.failed(true, "its process has not described the class first".to_owned()));
         };
         let urls = &description.urls;
-        let is_url = |url: &messages::Url| !url.media_types.is_empty() && url.url.starts_with('/');
+        let is_url = |url: &Url| !url.media_types.is_empty() && url.url.starts_with('/');
         if urls.is_empty() || urls.len() > MAX_URLS || !urls.iter().all(is_url) {
-            return Err(self.refused(format!(
-                "its `urls` must be 1 to {MAX_URLS} paths with media types, got {urls:?}"
-            )));
+            let reason = format!("its `urls` must be 1 to {MAX_URLS} paths with media types, got {urls:?}");
+            return Err(self.failed(true, reason));
         }
-        Ok(description)
+        Ok(*description)
     }
 }
 
-/// Waits until a channel can be read, or is closed. False if that takes longer than `time`.
+/// Waits until a channel can be read or is closed. Returns false if that takes longer than `time`.
 fn is_readable(channel: &UnixStream, time: Duration) -> bool {
     let timeout = PollTimeout::try_from(time).unwrap_or(PollTimeout::MAX);
     poll(&mut [PollFd::new(channel.as_fd(), PollFlags::POLLIN)], timeout) != Ok(0)
 }
 
-/// The routes of a class. They are needed as long as the worker lives, which has one class.
+/// The routes of a class. Their memory is leaked, since the worker has one class and needs its routes as long as it lives.
 fn routes(description: &Description) -> &'static [Route] {
     fn kept(text: &str) -> &'static str {
         Box::leak(text.to_owned().into_boxed_str())
     }
-    let route = |url: &messages::Url| Route {
+    let route = |url: &Url| Route {
         url: kept(&url.url),
         media_types: Box::leak(
             url.media_types.iter().map(|it| kept(it)).collect::<Vec<_>>().into_boxed_slice(),
@@ -228,7 +224,7 @@ fn routes(description: &Description) -> &'static [Route] {
     Box::leak(description.urls.iter().map(route).collect::<Vec<_>>().into_boxed_slice())
 }
 
-/// Starts the process of an assignment, which loads its class. Blocks until it has. `wake` wakes the loop.
+/// Starts the process of an assignment, and waits until it has loaded its class. `wake` wakes the loop of streams.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] if the operator must act, [`LoadError::Process`] if the process has ended or failed.
@@ -241,27 +237,28 @@ pub fn load(
     let loading = Loading::begin(pool, device, *threads, pool.batch.timeout)?;
     let worker = LoadingWorker { device, slot, name: worker, threads: *threads };
     let description = loading.describe(&start_frame("serve", pool, spec, worker)?, None)?;
-    let (probe, mut frame) = match loading.next("loading the model", None)? {
-        (FromProcess::Ready { probe }, frame) => (probe, frame),
-        _ => return Err(loading.refused("its process has sent something else than `ready`".to_owned())),
+    let mut answer = loading.next("loading the model", None)?;
+    let body = answer.body();
+    let FromProcess::Ready { probe } = answer.message else {
+        return Err(loading.failed(true, "its process has sent something else than `ready`".to_owned()));
     };
-    let body = frame.body();
     let probe = probe.map(|ProbeHeader { url, content_type }| {
         let mut properties = Properties { content_type: Some(content_type), ..Properties::default() };
         properties.headers.insert("url".to_owned(), url.into());
         Message { properties, body }
     });
     let Started { process, model_channel: channel, lost } = loading.started;
-    let failed =
+    let not_started =
         |error: io::Error| LoadError::Process { model: pool.model.clone(), reason: error.to_string() };
     let work = match description.work {
         Work::Batches => ForeignWork::Batches(Batches {
             process: process.clone(),
             channel,
-            has_values: description.values,
+            gives_numbers: description.gives_numbers,
         }),
         Work::Streams => ForeignWork::Streams(
-            PythonStreams::start(process.clone(), channel, description.concurrency, wake).map_err(failed)?,
+            PythonStreams::start(process.clone(), channel, description.concurrency, wake)
+                .map_err(not_started)?,
         ),
     };
     let processor = PythonProcessor {

@@ -1,6 +1,7 @@
-//! A Python process: starts it by way of its supervisor, waits for its end, and gives it up if it ends, breaks the protocol
-//! or takes too long. Then the channels are closed, upon which the supervisor kills it with all its descendants, and whoever
-//! waits for it learns the reason. Owns the channels, and the ids of tasks that the process must still forget.
+//! A Python process: starts its supervisor, which starts the interpreter, and waits for its end. The process is lost if it has
+//! ended, breaks the protocol or takes too long. Then the channels are closed, whereupon the supervisor kills it with all its
+//! descendants, and whoever waits for it learns the reason. Owns the side channel, and the ids of tasks that the process must
+//! still forget.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,26 +15,24 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use serde::Serialize;
 use tokio::sync::oneshot;
 
 use super::descendants::memory_of_descendants;
 use super::environment;
-use super::frames::{Frame, read_frame, write_frame};
-use super::messages::{FromProcess, ToProcess};
+use super::frames::write_frame;
+use super::messages::{Answer, ToProcess};
 use super::output::PrintedOutput;
 use super::supervisor::SIGNALLED;
 use crate::config::Python;
+use crate::shutdown::Exit;
 
 /// The command with which this program supervises the interpreter.
 const COMMAND: &str = "python-process";
-/// The exit status of the supervisor if there is no interpreter.
-const NO_INTERPRETER: i32 = 82;
 /// How often the memory is measured.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(2);
-/// How long ids of tasks are gathered before the process is told to forget them, unless another frame takes them along.
+/// How long ids of tasks are gathered before a frame of their own tells the process to forget them.
 const DROP_DELAY: Duration = Duration::from_millis(100);
-/// How long the end of a process that has closed its channel is waited for.
+/// How long to wait for the end of a process that has closed a channel.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The program that supervises the interpreter. Only tests set it, since a test program has no such command.
@@ -45,13 +44,13 @@ pub(super) fn set_program(program: PathBuf) {
     let _ = PROGRAM.set(program);
 }
 
-/// With what a process is started.
+/// The settings of a process.
 pub(super) struct ProcessSettings<'a> {
     /// The pool's section `python`.
     pub(super) python: &'a Python,
     /// `cpu`, or the UUID of the GPU that it sees.
     pub(super) device: &'a str,
-    /// Threads of libraries.
+    /// How many threads numerical libraries may use.
     pub(super) threads: usize,
     /// How long one call of the class may take.
     pub(super) timeout: Duration,
@@ -59,27 +58,29 @@ pub(super) struct ProcessSettings<'a> {
 
 /// A Python process.
 pub struct Process {
+    /// The process id of the supervisor.
     supervisor: i32,
     timeout: Duration,
     /// Locked for a request and its answer, by the threads that prepare tasks and write replies.
     side_channel: Mutex<UnixStream>,
-    /// Another handle of each channel, to close them when the process is lost.
+    /// Another handle of each channel, to close both when the process is lost.
     channels: [UnixStream; 2],
-    /// Tasks that the process must forget. Bound: the tasks that leave between two frames.
+    /// The ids of tasks that the process must forget. Bounded by the tasks that leave the worker between two frames.
     dropped: Mutex<Vec<u64>>,
     has_dropped: Condvar,
     /// Why the process is lost. Written once.
     lost: Mutex<Option<Lost>>,
     is_lost: Condvar,
-    /// Gets the reason when the process is lost.
+    /// Sends the reason when the process is lost.
     on_lost: Mutex<Option<oneshot::Sender<String>>>,
+    /// Bytes, as last measured.
     memory: Arc<AtomicU64>,
 }
 
 /// A process that was started.
 pub(super) struct Started {
     pub(super) process: Arc<Process>,
-    /// For the one that computes.
+    /// For loading, then for batches or streams.
     pub(super) model_channel: UnixStream,
     /// Gets the reason when the process is lost.
     pub(super) lost: oneshot::Receiver<String>,
@@ -90,14 +91,14 @@ pub(super) struct Started {
 pub(super) struct Lost {
     pub(super) reason: String,
     /// Whether the operator must act: there is no such interpreter, or it has no package `sconce_model`.
-    pub(super) is_setup: bool,
+    pub(super) must_operator_act: bool,
 }
 
 impl Process {
-    /// Starts the interpreter.
+    /// Starts the supervisor, which starts the interpreter.
     ///
     /// # Errors
-    /// The system cannot start a process or a thread. A missing interpreter is found later.
+    /// The system cannot start a process or a thread. A missing interpreter is no error here, but the process is then lost.
     pub(super) fn start(settings: &ProcessSettings<'_>) -> io::Result<Started> {
         let (model_channel, model_remote) = UnixStream::pair()?;
         let (side_channel, side_remote) = UnixStream::pair()?;
@@ -113,7 +114,7 @@ impl Process {
             .stdin(OwnedFd::from(model_remote))
             .stdout(OwnedFd::from(side_remote))
             .stderr(log)
-            // Of its own, since whoever signals the group of the worker does not mean the supervisor.
+            // In a group of its own, since whoever signals the group of the worker does not mean the supervisor.
             .process_group(0)
             .spawn()?;
         let (on_lost, lost) = oneshot::channel();
@@ -134,8 +135,8 @@ impl Process {
         thread::Builder::new()
             .name("python-exit".into())
             .spawn(move || watched.wait_for_end(child, &output))?;
-        let cared = process.clone();
-        thread::Builder::new().name("python-care".into()).spawn(move || cared.take_care())?;
+        let kept = process.clone();
+        thread::Builder::new().name("python-upkeep".into()).spawn(move || kept.drop_and_measure())?;
         Ok(Started { process, model_channel, lost })
     }
 
@@ -149,15 +150,15 @@ impl Process {
         &self.memory
     }
 
-    /// Waits until the process and all its descendants have ended.
+    /// Waits until the process and all its descendants have ended. Then it is lost.
     fn wait_for_end(&self, mut supervisor: Child, output: &PrintedOutput) {
         let ended = supervisor.wait();
         let last_line = output.last_line();
-        let mut told =
+        let mut details =
             if last_line.is_empty() { String::new() } else { format!("; its last line: {last_line}") };
         let lacks_package = last_line.ends_with("No module named 'sconce_model'");
         if lacks_package {
-            told += "; install sconce-client for this interpreter";
+            details += "; install sconce-client for this interpreter";
         }
         let (how, code) = match ended.map(|status| (status, status.code())) {
             Ok((_, Some(code))) if code > SIGNALLED => {
@@ -166,16 +167,20 @@ impl Process {
             Ok((status, code)) => (status.to_string(), code),
             Err(error) => (format!("it cannot be waited for: {error}"), None),
         };
-        let is_setup = code == Some(NO_INTERPRETER) || lacks_package;
-        self.lose(Lost { reason: format!("the Python process has ended ({how}){told}"), is_setup });
+        // The supervisor exits with this code if there is no interpreter.
+        let lacks_interpreter = code == Some(i32::from(Exit::ModelFailed.code()));
+        self.lose(Lost {
+            reason: format!("the Python process has ended ({how}){details}"),
+            must_operator_act: lacks_interpreter || lacks_package,
+        });
     }
 
-    /// Gives the process up: it is killed with its descendants.
+    /// Has the process killed with its descendants.
     pub(super) fn give_up(&self, reason: impl Into<String>) {
-        self.lose(Lost { reason: reason.into(), is_setup: false });
+        self.lose(Lost { reason: reason.into(), must_operator_act: false });
     }
 
-    /// Only the first reason counts.
+    /// Closes the channels, and tells whoever waits why the process is lost. Only the first call does anything.
     fn lose(&self, why: Lost) {
         let mut lost = self.lost.lock();
         if lost.is_some() {
@@ -187,12 +192,13 @@ impl Process {
         *lost = Some(why);
         self.is_lost.notify_all();
         for channel in &self.channels {
-            // What its supervisor waits for.
+            // The supervisor waits for this.
             let _ = channel.shutdown(std::net::Shutdown::Both);
         }
     }
 
-    /// Why the process is lost, after `error` on one of its channels. A closed channel means that it ends.
+    /// Why the process is lost, after `error` on one of its channels. A closed channel means that the process is ending: its end
+    /// is awaited, since its exit status tells more. Other errors give the process up. `doing`: what it was asked for.
     pub(super) fn why_lost(&self, doing: &str, error: &io::Error) -> Lost {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
@@ -214,41 +220,39 @@ impl Process {
                 self.give_up(format!("the Python process has closed its channel ({doing}: {error})"));
             }
         }
-        self.lost.lock().clone().unwrap_or(Lost { reason: error.to_string(), is_setup: false })
+        self.lost.lock().clone().unwrap_or(Lost { reason: error.to_string(), must_operator_act: false })
     }
 
-    /// Sends a request over the side channel, and returns the answer. `request` is made with the ids of the tasks that the
-    /// process must forget. If the process is lost, this never returns: the worker is about to end, and nothing must be
-    /// said about the task.
-    pub(super) fn ask<'a, R: Serialize>(
+    /// Sends a request over the side channel, and returns the answer. `request` makes it from the ids of tasks that the process
+    /// must forget. If the process is lost, this never returns: the worker is about to end, and the task must neither be
+    /// answered nor refused. `doing`: what the process is asked for.
+    pub(super) fn ask<'a>(
         &self,
         doing: &str,
-        request: impl FnOnce(&'a [u64]) -> R,
+        request: impl FnOnce(Vec<u64>) -> ToProcess<'a>,
         buffers: &[&[u8]],
-        dropped: &'a mut Vec<u64>,
-    ) -> (FromProcess, Frame) {
+    ) -> Answer {
         let channel = self.side_channel.lock();
-        *dropped = std::mem::take(&mut *self.dropped.lock());
-        let answer = write_frame(&channel, &request(dropped), buffers)
-            .and_then(|()| read_frame(&channel, Some(self.timeout)))
-            .and_then(|frame| Ok((frame.header()?, frame)));
+        let request = request(std::mem::take(&mut *self.dropped.lock()));
+        let answer = write_frame(&channel, &request, buffers)
+            .and_then(|()| Answer::read(&channel, Some(self.timeout)));
         answer.unwrap_or_else(|error| {
             let Lost { reason, .. } = self.why_lost(doing, &error);
-            tracing::debug!(reason, "a task is left as it is");
+            tracing::debug!(reason, "a task is left to the next worker");
             loop {
                 thread::park();
             }
         })
     }
 
-    /// Has the process forget a task, soon.
+    /// Has the process forget a task with the next frame on the side channel.
     pub(super) fn forget(&self, task: u64) {
         self.dropped.lock().push(task);
         self.has_dropped.notify_one();
     }
 
-    /// Sends the ids of forgotten tasks that no other frame takes along, and measures the memory.
-    fn take_care(&self) {
+    /// Sends the ids of tasks to forget if no other frame does, and measures the memory, until the process is lost.
+    fn drop_and_measure(&self) {
         let mut measured = Instant::now();
         while self.lost.lock().is_none() {
             if measured.elapsed() >= MEMORY_INTERVAL || self.memory.load(Ordering::Relaxed) == 0 {
@@ -262,10 +266,10 @@ impl Process {
             drop(dropped);
             thread::sleep(DROP_DELAY);
             let Some(channel) = self.side_channel.try_lock() else { continue };
-            let dropped = std::mem::take(&mut *self.dropped.lock());
-            // An error is found by the next request, or by the wait for the end.
-            if !dropped.is_empty() {
-                let _ = write_frame(&channel, &ToProcess::Drop { drop: &dropped }, &[]);
+            let drop = std::mem::take(&mut *self.dropped.lock());
+            if !drop.is_empty() {
+                // An error is noticed by the next request, or by the wait for the end.
+                let _ = write_frame(&channel, &ToProcess::Drop { drop }, &[]);
             }
         }
     }

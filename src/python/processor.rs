@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::messages::{Description, FromProcess, Prepared, TemplateHeader, ToProcess};
+use super::messages::{Answer, Description, FromProcess, Prepared, ToProcess, Work};
 use super::process::Process;
 use super::replies::{self, Template};
 use crate::model::{
@@ -12,13 +12,13 @@ use crate::model::{
     TaskErrorKind,
 };
 
-/// The longest body, in bytes, that takes about ten milliseconds at most to read.
+/// Preparing a longer body, in bytes, counts as long work. Python takes a tenth of a second to read a megabyte of JSON.
 const MAX_USUAL_BODY: usize = 64 << 10;
 
 /// The content type of a text that a class yields.
 const TEXT: &str = "text/plain; charset=utf-8";
 
-/// The CPU part of a class in Python.
+/// Prepares tasks for a class in Python, and writes their replies.
 pub struct PythonProcessor {
     pub(super) process: Arc<Process>,
     pub(super) routes: &'static [Route],
@@ -29,7 +29,7 @@ pub struct PythonProcessor {
     pub(super) last_task: AtomicU64,
 }
 
-/// A task that the process holds until the last reference is gone.
+/// A task that the process holds. It is told to forget the task when this is dropped.
 pub(super) struct Held {
     pub(super) id: u64,
     process: Arc<Process>,
@@ -41,50 +41,52 @@ impl Drop for Held {
     }
 }
 
-/// What writes the reply of a task.
+/// What is needed to write the reply of a task.
 pub struct Context {
     held: Arc<Held>,
+    /// Given if the outputs are numbers. Otherwise the process writes the reply.
     template: Option<Template>,
-    /// The tokens of all inputs.
-    tokens: usize,
-    has_parts: bool,
+    wants_parts: bool,
 }
 
-/// An input that the process holds.
+/// An input, whose value is in the process.
 pub struct Input {
+    /// Its task.
     pub(super) held: Arc<Held>,
+    /// Its index in the task.
     pub(super) index: u32,
     bytes: usize,
 }
 
 /// The result of an input.
 pub enum Output {
-    /// A vector, or a number.
-    Values(Vec<f32>),
-    /// The process holds it.
-    Kept,
-    /// The whole reply of a task that ran beside others.
+    /// A vector, or one number.
+    Numbers(Vec<f32>),
+    /// Whatever the class has returned, which stays in the process.
+    InProcess,
+    /// The whole reply of a stream.
     Reply(Body),
 }
 
 impl PythonProcessor {
-    /// Checks what the process has made of a task.
-    fn checked(&self, prepared: &Prepared, texts: usize) -> Result<(), String> {
-        let Prepared { tokens, bytes, template, .. } = prepared;
+    /// Checks what the process says of a task. An error says what is wrong with it.
+    fn check(&self, prepared: &Prepared, texts: usize) -> Result<(), String> {
+        let Prepared { tokens, bytes, form, .. } = prepared;
         let inputs = tokens.len();
         if bytes.len() != inputs || inputs > self.max_inputs || tokens.contains(&0) {
             return Err(format!(
-                "{inputs} inputs with {} sizes in bytes, and perhaps without a token",
+                "{inputs} inputs (at most {}) with {} sizes in bytes; each needs at least one token",
+                self.max_inputs,
                 bytes.len()
             ));
         }
-        if template.is_some() != self.description.values || (template.is_some() && texts != inputs + 1) {
-            return Err(format!("a template of {texts} texts for {inputs} inputs"));
+        if form.is_some() != self.description.gives_numbers || (form.is_some() && texts != inputs + 1) {
+            return Err(format!("{texts} texts around the outputs of {inputs} inputs"));
         }
         Ok(())
     }
 
-    /// The process has answered something that it must not.
+    /// Gives the process up, since it has answered something that it must not. The error is for the task.
     fn broken(&self, doing: &str, problem: &str) -> TaskError {
         self.process.give_up(format!(
             "the Python process has sent something else than expected for {doing}: {problem}"
@@ -111,37 +113,29 @@ impl Processor for PythonProcessor {
         let content_type = message.properties.content_type.as_deref();
         let usual = || route?.media_types.first().copied().filter(|it| *it != Route::ANY_TYPE);
         let content_type = content_type.or_else(usual).unwrap_or(crate::protocol::JSON);
-        let (headers, mut dropped) = (replies::headers(message), Vec::new());
+        let headers = replies::headers(message);
         let request = |drop| ToProcess::Prepare { task: id, url, content_type, headers, drop };
-        let (answer, frame) = self.process.ask("preparing a task", request, &[&message.body], &mut dropped);
-        // From now on the process holds it, also if it has refused it.
+        let Answer { message, buffers } = self.process.ask("preparing a task", request, &[&message.body]);
         let held = Arc::new(Held { id, process: self.process.clone() });
-        let prepared = match answer {
+        let prepared = match message {
             FromProcess::Prepared(prepared) if prepared.task == id => prepared,
             FromProcess::Refused(failure) if failure.task == id => {
                 return Err(replies::task_error(failure, TaskErrorKind::Internal));
             }
             _ => return Err(self.broken("preparing a task", "an answer to something else")),
         };
-        self.checked(&prepared, frame.buffers.len())
-            .map_err(|problem| self.broken("preparing a task", &problem))?;
-        let Prepared { tokens, bytes, template, parts, .. } = prepared;
-        let sized = tokens.iter().zip(bytes).zip(0..).map(|((tokens, bytes), index)| {
-            SizedInput::new(Input { held: held.clone(), index, bytes }, *tokens)
+        self.check(&prepared, buffers.len()).map_err(|problem| self.broken("preparing a task", &problem))?;
+        let Prepared { tokens, bytes, form, parts: wants_parts, .. } = prepared;
+        let sized = tokens.into_iter().zip(bytes).zip(0..).map(|((tokens, bytes), index)| {
+            SizedInput::new(Input { held: held.clone(), index, bytes }, tokens)
         });
         let inputs = Inputs::All(sized.collect());
-        let template = template.map(|TemplateHeader { content_type, form }| Template {
-            content_type,
-            form,
-            texts: frame.buffers,
-        });
-        let tokens = tokens.iter().fold(0, |sum: usize, tokens| sum.saturating_add(*tokens));
-        Ok((Context { held, template, tokens, has_parts: parts }, inputs))
+        let template = form.map(|form| Template { form, texts: buffers });
+        Ok((Context { held, template, wants_parts }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
-        // Reading JSON of a megabyte takes Python a tenth of a second.
-        let is_long = self.description.slow || message.body.len() > MAX_USUAL_BODY;
+        let is_long = self.description.has_preprocess || message.body.len() > MAX_USUAL_BODY;
         if is_long { Effort::Long } else { Effort::Usual }
     }
 
@@ -150,7 +144,7 @@ impl Processor for PythonProcessor {
     }
 
     fn streaming(&self, context: &Context) -> Streaming {
-        Streaming::Pieces.if_requested(context.has_parts)
+        Streaming::Pieces.if_requested(context.wants_parts)
     }
 
     fn are_parts_brief(&self, _: &Context) -> bool {
@@ -158,6 +152,7 @@ impl Processor for PythonProcessor {
     }
 
     fn parts(&self, _: &mut Context, _: usize, pieces: Vec<Body>) -> Vec<Body> {
+        // Texts that have come together are one part.
         let are_texts = |one: &Body, next: &Body| one.content_type == TEXT && next.content_type == TEXT;
         let joined = |pieces: &[Body]| {
             let bytes: Vec<&[u8]> = pieces.iter().map(|piece| &*piece.bytes).collect();
@@ -167,29 +162,28 @@ impl Processor for PythonProcessor {
     }
 
     fn is_finish_slow(&self, context: &Context) -> bool {
-        // The class's own `finish` may take as long as it likes.
-        context.template.is_none() && !self.is_streaming()
+        // The class's own `finish` may take as long as it likes. The reply of a stream is there already.
+        context.template.is_none() && self.description.work == Work::Batches
     }
 
     fn finish(&self, context: Context, outputs: Vec<Output>) -> Result<Body, TaskError> {
-        let Context { held, template, tokens, .. } = context;
+        let Context { held, template, .. } = context;
         if let Some(template) = template {
-            let values = outputs.into_iter().map(|output| match output {
-                Output::Values(values) => values,
-                Output::Kept | Output::Reply(_) => Vec::new(),
+            let vectors = outputs.into_iter().map(|output| match output {
+                Output::Numbers(vector) => vector,
+                Output::InProcess | Output::Reply(_) => Vec::new(),
             });
-            return template.fill(&values.collect::<Vec<_>>());
+            return template.fill(&vectors.collect::<Vec<_>>());
         }
         if let Some(Output::Reply(body)) = outputs.into_iter().next() {
             return Ok(body);
         }
-        let (id, mut dropped) = (held.id, Vec::new());
-        let request = |drop| ToProcess::Finish { task: id, usage_tokens: tokens, drop };
-        let (answer, mut frame) = self.process.ask("writing a reply", request, &[], &mut dropped);
-        match answer {
-            FromProcess::Finished(reply) if reply.task == id => {
-                Ok(Body::new(reply.content_type, frame.body()))
-            }
+        let id = held.id;
+        let mut answer =
+            self.process.ask("writing a reply", |drop| ToProcess::Finish { task: id, drop }, &[]);
+        let body = answer.body();
+        match answer.message {
+            FromProcess::Finished(reply) if reply.task == id => Ok(Body::new(reply.content_type, body)),
             FromProcess::Refused(failure) if failure.task == id => {
                 Err(replies::task_error(failure, TaskErrorKind::Internal))
             }
@@ -199,11 +193,5 @@ impl Processor for PythonProcessor {
 
     fn probe(&self) -> Option<Message> {
         self.probe.clone()
-    }
-}
-
-impl PythonProcessor {
-    fn is_streaming(&self) -> bool {
-        self.description.work == super::messages::Work::Streams
     }
 }

@@ -1,4 +1,5 @@
-//! Bodies and errors as a class in Python gives them. Decides which error of the protocol a status means. Owns no state.
+//! Converts between what a class in Python gives or takes and what the worker has: numbers to replies, headers to JSON, and
+//! failures to errors of tasks. Decides which error of the protocol a status means. Owns no state.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -9,12 +10,11 @@ use super::messages::{Failure, FailureKind, Form};
 use crate::model::{Body, Message, TaskError, TaskErrorKind};
 use crate::protocol::{Headers, Value};
 
-/// The most arrays and tables around a value in a header that a class is given.
+/// How many arrays and tables may be nested in a header that a class is given.
 const MAX_DEPTH: usize = 32;
 
-/// How the outputs of a task become its reply: each output stands between two of the texts.
+/// A reply in JSON without its numbers: each output stands between two of the texts.
 pub(super) struct Template {
-    pub(super) content_type: String,
     pub(super) form: Form,
     pub(super) texts: Vec<Bytes>,
 }
@@ -35,7 +35,7 @@ impl Template {
             self.write(&mut body, output, index)?;
             body.extend_from_slice(text);
         }
-        Ok(Body::new(self.content_type.clone(), body))
+        Ok(Body::json(body))
     }
 
     fn write(&self, body: &mut Vec<u8>, output: &[f32], index: usize) -> Result<(), TaskError> {
@@ -90,7 +90,7 @@ pub(super) fn headers(message: &Message) -> Map<String, Json> {
     of_all(&message.properties.headers, MAX_DEPTH)
 }
 
-/// The error of a task. `otherwise`: what an exception means that is no `TaskError`.
+/// The error of a task. `otherwise`: the kind of error that an exception is if it is no `TaskError`.
 pub(super) fn task_error(failure: Failure, otherwise: TaskErrorKind) -> TaskError {
     let Failure { kind, status, message, param, .. } = failure;
     let kind = match kind {
@@ -121,7 +121,7 @@ mod tests {
 
     fn template(form: Form) -> Template {
         let texts = ["[", ";", "]"].map(|text| Bytes::from_static(text.as_bytes())).to_vec();
-        Template { content_type: "application/json".into(), form, texts }
+        Template { form, texts }
     }
 
     #[test]

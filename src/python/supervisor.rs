@@ -1,7 +1,7 @@
 //! The supervisor: a small process between the worker and the interpreter of a class in Python (`sconce python-process`).
-//! Starts the interpreter, and kills it with all its descendants once it has ended, or once the worker has closed the model
-//! channel or is gone. A descendant that loses its parent becomes a child of the supervisor, whatever group, session and
-//! environment it has, so none escapes. Owns the interpreter and its descendants.
+//! It starts the interpreter. Once the interpreter has ended, or the worker has closed the model channel or is gone, it kills all
+//! its descendants. None escapes: a descendant that loses its parent becomes a child of the supervisor, whatever group, session
+//! and environment it has. Owns the interpreter and its descendants.
 
 use std::io;
 use std::os::fd::{AsFd, IntoRawFd};
@@ -22,15 +22,15 @@ use crate::shutdown::ignore_stop_signals;
 /// The file descriptors of the two channels in the interpreter.
 const MODEL_CHANNEL: i32 = 3;
 const SIDE_CHANNEL: i32 = 4;
-/// What the interpreter runs. With `-m`, and until the first statement here, the current folder stands first on the path of
-/// modules: a file `queue.py` in it would take the place of Python's own module. Python before 3.11 has no flag against that.
+/// What the interpreter runs. It first removes the current folder from the path of modules, where it stands with `-c` as with
+/// `-m`: a file `queue.py` in it would take the place of Python's own module. Python before 3.11 has no flag against that.
 const PROGRAM: &str =
     "import sys; sys.path[:1] = filter(None, sys.path[:1]); from sconce_model.__main__ import main; main()";
-/// The exit status for a signal is this number and that of the signal, as in a shell.
+/// If a signal has ended the interpreter, the exit status is this number plus the signal's, as in a shell.
 pub(super) const SIGNALLED: i32 = 128;
 
 /// Runs the interpreter `executable` until it has ended and none of its descendants is left. The model channel is stdin, the
-/// side channel stdout. Returns the exit status: that of the interpreter, or [`SIGNALLED`] and its signal.
+/// side channel stdout. Returns the exit status of the interpreter, or [`SIGNALLED`] plus the number of its signal.
 ///
 /// # Errors
 /// There is no such interpreter.
@@ -44,7 +44,7 @@ pub fn supervise(executable: &str) -> io::Result<i32> {
     ignore_stop_signals()?;
     thread::Builder::new().name("hang-up".into()).spawn(|| {
         let model_channel = io::stdin();
-        // Only the end of the channel is waited for, and needs no flag. An error is an interruption.
+        // Without flags, `poll` waits for the end of the channel alone. It fails if a signal interrupts it.
         while poll(&mut [PollFd::new(model_channel.as_fd(), PollFlags::empty())], PollTimeout::NONE).is_err()
         {
         }
@@ -55,13 +55,13 @@ pub fn supervise(executable: &str) -> io::Result<i32> {
             Ok(WaitStatus::Exited(id, status)) if id == interpreter => break status,
             Ok(WaitStatus::Signaled(id, signal, _)) if id == interpreter => break SIGNALLED + signal as i32,
             Ok(_) => {}
-            // Of a signal that nix does not know.
+            // nix does not know the signal.
             Err(_) => break SIGNALLED,
         }
     };
     loop {
         kill_descendants();
-        // Each that has ended may have left children to this process.
+        // A descendant that has ended may have left children to this process.
         if waitpid(None::<Pid>, None) == Err(Errno::ECHILD) {
             return Ok(status);
         }
@@ -83,26 +83,26 @@ fn start(executable: &str) -> io::Result<i32> {
         .process_group(0);
     let die_with_supervisor = move || -> io::Result<()> {
         set_pdeathsig(Signal::SIGKILL)?;
-        // The supervisor may have died before that.
+        // The supervisor may have died before the signal was set.
         if getppid() == supervisor { Ok(()) } else { Err(Errno::ESRCH.into()) }
     };
-    // SAFETY: it makes two system calls, and nothing else.
+    // SAFETY: the closure makes two system calls, and nothing else.
     unsafe { command.pre_exec(die_with_supervisor) };
     i32::try_from(command.spawn()?.id()).map_err(io::Error::other)
 }
 
 fn kill_descendants() {
     for process in descendants(getpid().as_raw()) {
-        // An error means that it has ended, or that its program has another user's rights.
+        // An error means that it has ended, or that it runs as another user.
         let _ = kill(Pid::from_raw(process), Signal::SIGKILL);
     }
 }
 
 #[expect(unsafe_code, reason = "dup2(2) is unsafe because it closes what the number stood for")]
 fn move_to(from: impl AsFd, number: i32) -> io::Result<()> {
-    // SAFETY: nothing uses this number: the program has opened no file.
+    // SAFETY: nothing uses this number, since the program has opened no file yet.
     let moved = unsafe { dup2_raw(from, number) }?;
-    // It must stay open in the interpreter.
+    // It is not closed here, since the interpreter inherits it.
     let _ = moved.into_raw_fd();
     Ok(())
 }

@@ -112,7 +112,7 @@ fn until_ended(
                 StreamEvent::Ended(output) => {
                     let text = output.map(|output| match output {
                         Output::Reply(body) => String::from_utf8(body.bytes.to_vec()).unwrap(),
-                        Output::Values(_) | Output::Kept => panic!("a stream gives a reply"),
+                        Output::Numbers(_) | Output::InProcess => panic!("a stream gives a reply"),
                     });
                     return (pieces, text);
                 }
@@ -206,11 +206,11 @@ fn a_process_that_is_stopped_is_given_up_after_the_timeout() {
     let ForeignWork::Batches(mut batches) = work else { panic!("it has batches") };
     let inputs = prepared(&processor, r#"{"input": ["a", "b"]}"#);
     let results = batches.forward(&inputs.iter().collect::<Vec<_>>()).unwrap();
-    let values = results.into_iter().map(|result| match result {
-        Ok(Output::Values(values)) => values,
-        _ => panic!("it gives values"),
+    let vectors = results.into_iter().map(|result| match result {
+        Ok(Output::Numbers(vector)) => vector,
+        _ => panic!("it gives numbers"),
     });
-    assert_eq!(values.collect::<Vec<_>>(), [[1.5, 2.5], [1.5, 2.5]]);
+    assert_eq!(vectors.collect::<Vec<_>>(), [[1.5, 2.5], [1.5, 2.5]]);
     let inputs = prepared(&processor, r#"{"input": "stop"}"#);
     let error = batches.forward(&inputs.iter().collect::<Vec<_>>()).map(drop).unwrap_err();
     assert!(

@@ -1,6 +1,6 @@
 """A convolutional network of PyTorch that reads handwritten digits: trained here, then served.
 
-    python digits.py train digits.pt      # 1,797 scanned digits, which scikit-learn brings along; some seconds
+    python digits.py train digits.pt      # takes some seconds, with 1,797 scanned digits that scikit-learn contains
     sconce launch --set 'pool[0].model=python:./digits.py:Digits' --set 'pool[0].options.weights="digits.pt"'
 
 A task is an image of one dark digit on light paper: the bytes of a PNG, JPEG or WebP file, with `content_type` image/….
@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from sconce_model import Input, Model, Task, TaskError
 
 SIDE = 8
-MOST_PIXELS = 1 << 22
-"""Of the largest image that is decoded: a small file can hold a giant one."""
+MAX_PIXELS = 1 << 22
+"""Of an image that is decoded. Larger ones are refused, since a small file can hold a giant image."""
 
 
 def network() -> Any:
@@ -53,8 +53,8 @@ class Digits(Model):
     def preprocess(self, task: Task) -> list[Input]:
         try:
             image = Image.open(io.BytesIO(task.body))
-            if image.width * image.height > MOST_PIXELS:
-                raise TaskError(413, f"{image.width} × {image.height} pixels are more than {MOST_PIXELS}")
+            if image.width * image.height > MAX_PIXELS:
+                raise TaskError(413, f"{image.width} × {image.height} pixels are more than {MAX_PIXELS}")
             grey = ImageOps.invert(image.convert("L")).resize((SIDE, SIDE), Image.Resampling.BOX)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise TaskError(400, f"the image cannot be read ({type(error).__name__})") from None
@@ -71,23 +71,23 @@ class Digits(Model):
 
 
 def train(file: str) -> None:
-    """Writes the weights, and prints how many of the digits that it was not trained with are read correctly."""
+    """Trains the network, writes its weights, and prints how many of the digits that it was not trained with it reads correctly."""
     from sklearn.datasets import load_digits
 
     torch.manual_seed(0)
     images, labels = (torch.from_numpy(it) for it in load_digits(return_X_y=True))
-    images, mixed = images.float().view(-1, 1, SIDE, SIDE) / 16, torch.randperm(len(labels))
-    training, others = mixed[:1500], mixed[1500:]
+    images, shuffled = images.float().view(-1, 1, SIDE, SIDE) / 16, torch.randperm(len(labels))
+    training, held_out = shuffled[:1500], shuffled[1500:]
     model = network()
-    steps = torch.optim.Adam(model.parameters(), 2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     for _ in range(15):
-        for some in training[torch.randperm(len(training))].split(50):
-            steps.zero_grad()
-            torch.nn.functional.cross_entropy(model(images[some]), labels[some]).backward()
-            steps.step()
-    right = (model(images[others]).argmax(-1) == labels[others]).float().mean()
+        for batch in training[torch.randperm(len(training))].split(50):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    accuracy = (model(images[held_out]).argmax(-1) == labels[held_out]).float().mean()
     torch.save(model.state_dict(), file)
-    print(f"{file}: {right:.1%} of {len(others)} other digits are read correctly")
+    print(f"{file}: {accuracy:.1%} of {len(held_out)} other digits are read correctly")
 
 
 if __name__ == "__main__":

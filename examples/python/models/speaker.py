@@ -1,9 +1,9 @@
-"""Speech by hibari-tts, in several voices: each is loaded when it is first asked for, and kept.
+"""Speech by hibari-tts, in several voices. A voice is loaded when it is first asked for, and kept in a cache.
 
     sconce launch --set 'pool[0].model=python:./speaker.py:Speaker'
 
-The cache belongs to the process, and so to one worker on its device: nobody shares it, and no lock is needed, because
-`forward` runs on one thread. Needs `pip install hibari-tts`, which brings the voice heart; the others come from the hub.
+Each worker has a process, and so a cache of its own. It needs no lock, because `forward` runs on one thread. Needs
+`pip install hibari-tts`, which contains the voice heart. The other voices come from the hub.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Speaker(Model):
 
     class Options:
         voice: str = "heart"
-        """Of tasks that name none."""
+        """The voice of tasks that name none."""
         kept_voices: int = 4
 
     def load(self, device: str, dtype: str, options: Options) -> None:
         if device != "cpu":
             raise ValueError(f"hibari-tts computes on CPUs; the pool has the device {device}")
         self.known = json.loads((files("hibari") / "assets/voices.json").read_text())
-        self.default, self.most = options.voice, options.kept_voices
+        self.default, self.kept_voices = options.voice, options.kept_voices
         self.voices: OrderedDict[str, Any] = OrderedDict()
         self.voice(self.default)
 
     def voice(self, name: str) -> Any:
-        """From the cache, out of which the voice goes that was not asked for the longest."""
+        """The voice from the cache. If a new one finds the cache full, the least recently used one is removed."""
         if name not in self.voices:
-            while len(self.voices) >= self.most:
+            while len(self.voices) >= self.kept_voices:
                 self.voices.popitem(last=False)
             self.voices[name] = Hibari(name)
         self.voices.move_to_end(name)

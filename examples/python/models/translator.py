@@ -27,35 +27,35 @@ class Translator(Model):
     class Options:
         model: str
         max_tokens: int = 512
-        """Of a text; longer ones are refused."""
+        """The most tokens of a text, and of its translation. Longer texts are refused."""
 
     def load(self, device: str, dtype: str, options: Options) -> None:
         self.tokenizer = MarianTokenizer.from_pretrained(options.model)
         self.network = MarianMTModel.from_pretrained(options.model, dtype=getattr(torch, dtype)).to(device).eval()
-        self.device, self.most = device, options.max_tokens
+        self.device, self.max_tokens = device, options.max_tokens
 
     def preprocess(self, task: Task) -> list[Input]:
-        texts = task.field("q")
-        task.state = isinstance(texts, str)
-        texts, found = [texts] if task.state else texts, []
+        texts, inputs = task.field("q"), []
+        if isinstance(texts, str):
+            task.state, texts = "one text", [texts]
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise TaskError(400, "q must be a text or a list of texts", "q")
         for index, text in enumerate(texts):
             ids = self.tokenizer(text)["input_ids"]
-            if len(ids) > self.most:
-                raise TaskError(422, f"q[{index}] has {len(ids)} tokens, and {self.most} are taken", "q")
-            found.append(Input(ids, tokens=len(ids)))
-        return found
+            if len(ids) > self.max_tokens:
+                raise TaskError(422, f"q[{index}] has {len(ids)} tokens, more than {self.max_tokens}", "q")
+            inputs.append(Input(ids, tokens=len(ids)))
+        return inputs
 
     def forward(self, batch: list[Input]) -> Any:
         padded = self.tokenizer.pad({"input_ids": [it.value for it in batch]}, return_tensors="pt").to(self.device)
         with torch.inference_mode():
-            return self.network.generate(**padded, max_new_tokens=self.most).cpu()
+            return self.network.generate(**padded, max_new_tokens=self.max_tokens).cpu()
 
     def finish(self, task: Task, outputs: list[Any]) -> Any:
-        # On the thread of `preprocess`: a tokenizer must not be called by two threads at once.
+        # This runs on the thread of `preprocess`, so that no two threads call the tokenizer at once.
         texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        return {"translatedText": texts[0] if task.state else texts}
+        return {"translatedText": texts[0] if task.state == "one text" else texts}
 
 
 def make_tiny(folder: str) -> None:

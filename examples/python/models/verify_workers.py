@@ -3,8 +3,9 @@
     python verify_workers.py SCONCE DEVICE...      such as: verify_workers.py sconce cpu cpu
                                                    or:      verify_workers.py sconce cuda:0 cuda:1
 
-Runs `sconce run-batch` with one worker on each device and the class below, whose answers say what its process sees, and
-checks them. Where PyTorch is installed the weights and the card are PyTorch's, elsewhere Python's and the environment's.
+Runs `sconce run-batch` with one worker on each device and the class below. The class answers what its process sees, and this
+program checks the answers. If PyTorch is installed, the class asks it for random weights and for the GPU; otherwise it asks
+Python's `random` and the environment.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ except ImportError:
     torch = None
 
 STATE: list[str] = []
-"""Set by the program below, not by the class: a model that was forked from it would see it."""
+"""Set by `main` below, not by the class. A process that was forked from this program would see what is in it."""
 
 
 class Witness(Model):
     urls = ("/classify",)
 
     def load(self, device: str, dtype: str, options: Any) -> None:
-        # Each worker draws numbers of its own: from the same seed they would all draw the same.
+        # With the same seed, all workers would draw the same weights.
         random.seed(self.worker.seed)
         cards = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.seen = {"process": os.getpid(), "slot": self.worker.slot, "device": device, "cards": cards, "state": STATE}
@@ -65,8 +66,8 @@ def main(program: str, devices: list[str]) -> None:
         tasks.write_text("".join(json.dumps({"custom_id": str(number), **line}) + "\n" for number in range(40 * len(devices))))
         model = ["--model", f"python:{Path(__file__).resolve()}:Witness", "--devices", ",".join(devices)]
         path = json.dumps([str(Path(sconce_model.__file__).parents[1])])
-        own = [f"python.executable={sys.executable}", f"python.path={path}", "batch.max_tokens=12"]
-        flags = [word for one in own for word in ("--set", f"pool[0].{one}")]
+        settings = [f"python.executable={sys.executable}", f"python.path={path}", "batch.max_tokens=12"]
+        flags = [word for setting in settings for word in ("--set", f"pool[0].{setting}")]
         subprocess.run([program, "run-batch", "-i", tasks, "-o", answers, *model, *flags], check=True)
         every = [json.loads(line)["response"]["body"] for line in answers.read_text().splitlines()]
     seen = {answer["process"]: answer for answer in every}

@@ -2,9 +2,9 @@
 
     sconce launch --set 'pool[0].model=python:./writer.py:Writer' --set 'pool[0].options.model="HuggingFaceTB/SmolLM2-135M"'
 
-Each task runs `generate` on a thread of its own, up to `concurrency` at once; a cancelled task stops at its next token. sconce's
-own generation batches the tokens of all tasks, and is much faster, for the models that it serves (docs/models.md). Needs
-`pip install torch transformers`, and gguf and accelerate for an option `gguf_file`.
+Each task runs `generate` on a thread of its own, up to `concurrency` at once. A cancelled task stops at its next token. For the
+models that sconce serves itself (docs/models.md), its own generation is much faster, since it batches the tokens of all tasks.
+Needs `pip install torch transformers`, and with the option `gguf_file` also gguf and accelerate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Writer(Model):
     class Options:
         model: str
         gguf_file: Optional[str] = None  # noqa: UP045 - Python 3.9 reads it
-        max_prompt: int = 4096  # tokens, without which one prompt could take all memory
+        max_prompt: int = 4096  # in tokens; without this bound one prompt could take all memory
         max_tokens: int = 1024
         concurrency: int = 4
 
@@ -36,14 +36,14 @@ class Writer(Model):
         self.tokenizer = AutoTokenizer.from_pretrained(options.model, **files)
         network = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, dtype), **files)
         self.network, self.device, self.options = network.to(device).eval(), device, options
-        # asyncio's own threads are few on a small host, and a stream that waits for one would count as silent.
+        # asyncio has few threads on a small host, and sconce cancels a stream that waits for a thread for too long.
         self.threads = ThreadPoolExecutor(options.concurrency)
 
     async def stream(self, task: Task) -> AsyncIterator[Any]:
-        prompt, most = task.field("prompt"), task.field("max_tokens", 16)
+        prompt, max_tokens = task.field("prompt"), task.field("max_tokens", 16)
         if not isinstance(prompt, str) or not prompt:
             raise TaskError(400, "prompt must be a text", "prompt")
-        if type(most) is not int or not 1 <= most <= self.options.max_tokens:
+        if type(max_tokens) is not int or not 1 <= max_tokens <= self.options.max_tokens:
             raise TaskError(400, f"max_tokens must be from 1 to {self.options.max_tokens}", "max_tokens")
         ids = self.tokenizer(prompt, return_tensors="pt").to(self.device)
         if (count := ids["input_ids"].shape[1]) > self.options.max_prompt:
@@ -55,13 +55,13 @@ class Writer(Model):
             return torch.full((ids.shape[0],), ended.is_set(), dtype=torch.bool, device=ids.device)
 
         def generate() -> str:
-            rules = {"max_new_tokens": most, "do_sample": False, "stopping_criteria": [is_ended]}
+            rules = {"max_new_tokens": max_tokens, "do_sample": False, "stopping_criteria": [is_ended]}
             with torch.inference_mode():
                 written = self.network.generate(**ids, **rules, streamer=streamer)
-            return "length" if written.shape[1] - ids["input_ids"].shape[1] == most else "stop"
+            return "length" if written.shape[1] - ids["input_ids"].shape[1] == max_tokens else "stop"
 
         running = asyncio.get_running_loop().run_in_executor(self.threads, generate)
-        # An error of `generate` ends the stream too, which would wait for the next token for ever.
+        # If `generate` fails, the streamer would never end by itself.
         running.add_done_callback(lambda _: streamer.end())
         try:
             async for text in streamer:
@@ -70,7 +70,7 @@ class Writer(Model):
             last = {"index": 0, "text": "", "finish_reason": await running}
             yield {"object": "text_completion", "choices": [last]}
         finally:
-            ended.set()  # also when the task is cancelled: the thread ends at its next token
+            ended.set()  # If the task was cancelled, the thread ends at its next token.
 
     def finish(self, task: Task, outputs: list[Any]) -> Any:
         choices = [part["choices"][0] for part in outputs]

@@ -1,7 +1,7 @@
 """A model of your own in Python, behind sconce's queue.
 
-A pool with `model = "python:MODULE:CLASS"` has a process of its own for each worker, which imports the module, makes the
-class, and computes the batches that the worker forms. `testing.run` does the same without a worker.
+A pool with `model = "python:MODULE:CLASS"` has a process for each worker, which imports the module, loads the model, and computes
+the batches that the worker forms. `testing.run` does the same without a worker.
 """
 
 from ._class import load

@@ -1,5 +1,5 @@
 """Requests and replies that a class need not read and write itself: those of `/v1/embeddings` and of `/v1/score`, as OpenAI and
-vLLM have them. A reply is a template, pieces around the places of its numbers, so that the worker can write the numbers."""
+vLLM define them. A reply is made of texts and of the numbers that stand between them, so that the worker can write the numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import base64
 import json
 import numbers
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ._errors import TaskError
 
@@ -19,38 +19,29 @@ if TYPE_CHECKING:
 
 SCORE = "/v1/score"
 URLS = ("/v1/embeddings", SCORE)
-_UNCHANGED = {"dimensions": None, "errors": "task", "prompt_name": None, "truncate": True, "raw_scores": False, "instruction": None}
-"""Fields that such a model does not have, with the values that change nothing."""
+_NEUTRAL = {"dimensions": None, "errors": "task", "prompt_name": None, "truncate": True, "raw_scores": False, "instruction": None}
+"""Fields that such a model does not have, each with the only value that is accepted, since it changes nothing."""
+_EXPECTED = "without `finish` the output of an input is a vector of real numbers, or a number"
 
 
-_WANTED = "without `finish` the output of an input is a vector of real numbers, or a number"
-
-
-class Template(NamedTuple):
-    """Values are written as `kind`, "json" or "base64" of a vector or "number", between `pieces`, which are one more."""
-
-    kind: str
-    pieces: list[bytes]
-
-
-def values(task: Task, worker: Worker) -> list[tuple[Any, int]]:
-    """Texts, or pairs of texts, each with its length."""
+def texts_or_pairs(task: Task, worker: Worker) -> list[Any]:
+    """The inputs that the body names: texts, or for `/v1/score` pairs of texts. Raises `TaskError`."""
     name = task.field("model", None)
     if name is not None:
         known = {str(it).rpartition("/")[2] for it in (worker.model_name, *worker.served_names)}
         if not isinstance(name, str) or name.rpartition("/")[2] not in known:
             raise TaskError(404, f"model is {name!r}; this pool serves {', '.join(sorted(known))}", "model")
-    for field, usual in _UNCHANGED.items():
-        if (value := task.field(field, usual)) != usual:
+    for field, neutral in _NEUTRAL.items():
+        if (value := task.field(field, neutral)) != neutral:
             raise TaskError(400, f"{field} is {value!r}, and this model has no {field}", field)
     if task.url != SCORE:
-        return [(text, len(text)) for text in _texts(task, "input")]
+        return _texts(task, "input")
     left, right = _texts(task, "text_1"), _texts(task, "text_2")
     if len(left) == 1:
         left = left * len(right)
     if len(left) != len(right):
         raise TaskError(400, f"text_1 has {len(left)} texts and text_2 has {len(right)}", "text_1")
-    return [((one, other), len(one) + len(other)) for one, other in zip(left, right)]
+    return list(zip(left, right))
 
 
 def _texts(task: Task, name: str) -> list[str]:
@@ -65,84 +56,96 @@ def _texts(task: Task, name: str) -> list[str]:
     return texts
 
 
-def template(task: Task, count: int, worker: Worker) -> Template:
-    """The reply to a task, without its numbers."""
-    is_score = task.url == SCORE
+def form_of(task: Task) -> str:
+    """How the reply to a task gives an output: "number" for a score; for a vector "json", or "base64" of its bytes.
+    Raises `TaskError`."""
+    if task.url == SCORE:
+        return "number"
     encoding = task.field("encoding_format", "float") if task.media_type.endswith("json") else "float"
-    if not is_score and encoding not in ("float", "base64"):
+    if encoding not in ("float", "base64"):
         raise TaskError(400, f'encoding_format is {encoding!r}; it must be "float" or "base64"', "encoding_format")
-    kind, head = "score" if is_score else "embedding", '{"object":"list","data":['
+    return "base64" if encoding == "base64" else "json"
+
+
+def reply_around(task: Task, count: int, worker: Worker) -> list[bytes]:
+    """The reply to a task of `count` inputs without its outputs: each output stands between two of these texts."""
+    kind, start = "score" if task.url == SCORE else "embedding", '{"object":"list","data":['
     items = [f'{{"object":"{kind}","index":{index},"{kind}":' for index in range(count)]
     name = next(iter(worker.served_names), worker.model_name)
     usage = {"prompt_tokens": task.tokens, "total_tokens": task.tokens}
-    tail = f'],"model":{json.dumps(name)},"usage":{json.dumps(usage)}}}'
-    words = [head + items[0], *("}," + item for item in items[1:]), "}" + tail] if items else [head + tail]
-    return Template("number" if is_score else "json" if encoding == "float" else "base64", [it.encode() for it in words])
+    end = f'],"model":{json.dumps(name)},"usage":{json.dumps(usage)}}}'
+    # Items are not encoded by `json`, which would take several times as long for a task of many texts.
+    texts = [start + items[0], *("}," + item for item in items[1:]), "}" + end] if items else [start + end]
+    return [text.encode() for text in texts]
 
 
-def filled(made: Template, outputs: Iterable[Any]) -> bytes:
-    """The reply, as the worker writes it of a class without `finish`."""
-    written = bytearray(made.pieces[0])
-    for output, piece in zip(outputs, made.pieces[1:]):
-        data = f32(output)
-        found = array("f", data).tolist()
-        if made.kind == "number" and len(found) != 1:
-            raise ValueError(f"forward returned {len(found)} numbers for a text; a score is one")
-        value = base64.b64encode(data).decode() if made.kind == "base64" else found[0] if made.kind == "number" else found
-        written += json.dumps(value, allow_nan=False).encode() + piece
-    return bytes(written)
+def reply(task: Task, outputs: Sequence[Any], worker: Worker) -> bytes:
+    """The whole reply, as the worker writes it for a class without `finish`."""
+    form, (start, *texts) = form_of(task), reply_around(task, len(outputs), worker)
+    return start + b"".join(_json_of(output, form) + text for output, text in zip(outputs, texts))
+
+
+def _json_of(output: Any, form: str) -> bytes:
+    data = f32(output)
+    if form == "base64":
+        return json.dumps(base64.b64encode(data).decode()).encode()
+    vector = array("f", data).tolist()
+    if form == "number" and len(vector) != 1:
+        raise ValueError(f"forward returned {len(vector)} numbers for a text; a score is one")
+    return json.dumps(vector[0] if form == "number" else vector, allow_nan=False).encode()
 
 
 def f32(value: Any) -> bytes:
-    """A vector, or a number, as little-endian numbers of 32 bits."""
+    """A vector, or a number, as little-endian numbers of 32 bits. Raises `TypeError` for anything else."""
     if isinstance(value, numbers.Real):
         return array("f", [float(value)]).tobytes()
-    kind = type(value).__name__
-    if hasattr(value, "detach"):  # a tensor
-        value = value.detach()
-        value = value.cpu().numpy() if value.is_complex() else value.float().cpu().numpy()
-    if hasattr(value, "astype"):  # an array
-        _check_array(value, 1)
-        return bytes(value.astype("<f4").tobytes())
+    if (vector := _array(value)) is not None:
+        return _array_f32(vector, 1)
     if isinstance(value, (str, bytes, bytearray, Mapping, AbstractSet)) or not hasattr(value, "__len__"):
-        raise TypeError(f"forward returned {kind} for an input; {_WANTED}")
+        raise TypeError(f"forward returned {type(value).__name__} for an input; {_EXPECTED}")
     return array("f", value).tobytes()
 
 
-def _check_array(value: Any, most: int) -> None:
-    """Raises `TypeError` for an array of more dimensions, of numbers that are not real, or with places without a number."""
-    if value.ndim > most:
-        raise TypeError(f"forward returned an array of the shape {tuple(value.shape)}; {_WANTED}")
+def _array(value: Any) -> Any:
+    """An array of NumPy, or a tensor of PyTorch as such an array; None for anything else."""
+    if hasattr(value, "detach"):
+        # NumPy has no bfloat16.
+        value = value.detach().cpu() if value.is_complex() else value.detach().float().cpu()
+        return value.numpy()
+    return value if hasattr(value, "astype") else None
+
+
+def _array_f32(value: Any, max_dimensions: int) -> bytes:
+    if value.ndim > max_dimensions:
+        raise TypeError(f"forward returned an array of the shape {tuple(value.shape)}; {_EXPECTED}")
+    # Complex numbers, texts and dates; places without a number.
     if value.dtype.kind in "cSUmM" or hasattr(value, "mask"):
         what = "with a mask" if hasattr(value, "mask") else f"of {value.dtype}"
-        raise TypeError(f"forward returned an array {what}; {_WANTED}")
+        raise TypeError(f"forward returned an array {what}; {_EXPECTED}")
+    return bytes(value.astype("<f4").tobytes())
 
 
 def is_matrix(outputs: Any) -> bool:
-    """Whether these are an array or a tensor of numbers, and so hold no errors."""
-    if hasattr(outputs, "detach"):
-        return not outputs.is_complex()
-    return hasattr(outputs, "astype") and outputs.dtype.kind != "O"
+    """Whether these are an array or a tensor of numbers, which cannot hold a `TaskError`."""
+    return hasattr(outputs, "detach") or hasattr(outputs, "astype") and outputs.dtype.kind != "O"
 
 
-def own(outputs: Any) -> Any:
-    """Outputs that are kept while the next batch is computed, which may reuse the memory of an array or a tensor."""
+def copy_of(outputs: Any) -> Any:
+    """Outputs that stay while the next batch is computed, which may reuse the memory of an array or a tensor."""
     if hasattr(outputs, "detach"):
         return outputs.detach().clone()
     return outputs.copy() if hasattr(outputs, "astype") else outputs
 
 
-def rows(outputs: Any) -> tuple[Any, list[bytes]]:
-    """How many numbers each output has, or all have, and the numbers."""
-    if is_matrix(outputs) and outputs.ndim == 2:  # at once
-        if hasattr(outputs, "detach"):
-            outputs = outputs.detach().float().cpu().numpy()
-        _check_array(outputs, 2)
-        return int(outputs.shape[1]), [bytes(outputs.astype("<f4").tobytes())]
+def vectors(outputs: Any) -> tuple[list[int], bytes]:
+    """How many numbers each output has, and the numbers of all as `f32` gives them. An error in place of an output has none."""
+    if is_matrix(outputs) and outputs.ndim == 2:
+        return [outputs.shape[1]] * len(outputs), _array_f32(_array(outputs), 2)
     kinds = set(map(type, outputs))
+    # Lists of Python's own numbers are common, and quicker all at once.
     if kinds <= {list, tuple}:
-        return [len(one) for one in outputs], [array("f", chain.from_iterable(outputs)).tobytes()]
+        return [len(one) for one in outputs], array("f", chain.from_iterable(outputs)).tobytes()
     if kinds <= {float, int}:
-        return 1, [array("f", outputs).tobytes()]
+        return [1] * len(outputs), array("f", outputs).tobytes()
     every = [b"" if isinstance(output, Exception) else f32(output) for output in outputs]
-    return [len(one) // 4 for one in every], every
+    return [len(one) // 4 for one in every], b"".join(every)

@@ -1,4 +1,4 @@
-"""Errors: the one that refuses a task, the one of a class that somebody must mend, and what is told of any other."""
+"""Errors: the one that refuses a task, the one that the author or the operator must act on, and how others are reported."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-FRAMES, LONGEST = 8, 4000
-_HERE = str(Path(__file__).parent)
+_MAX_FRAMES, _MAX_LETTERS = 8, 4000
+_PACKAGE = str(Path(__file__).parent)
 
 
 class TaskError(Exception):
     """Refuses a task, or one of its inputs: the requester gets the message, and the task is not tried again."""
 
-    # Those of a subclass that does not call `__init__`.
+    # For subclasses whose `__init__` does not call this one.
     status, message, param = 400, "", None
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        """`status` is from 400 to 499; the reply has 404, 408 or 413, and 400 for all others. `param` names the field at fault."""
+        """`status` is from 400 to 499. The reply has 404, 408 or 413 if it is one of these, and otherwise 400. `param` names
+        the field at fault."""
         super().__init__(message)
         if not 400 <= int(status) <= 499:
             raise ValueError(f"the status of a TaskError is from 400 to 499, not {status}; for a fault, raise another exception")
@@ -29,60 +30,59 @@ class TaskError(Exception):
 
 
 class ClassProblem(Exception):
-    """The class, its module or its settings are wrong: somebody must mend them, and until then no start helps."""
+    """The class, its module or its settings are wrong. Starting again does not help until somebody has mended them."""
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """The fields that report an exception to the worker. Logs the traceback, except that of a `TaskError`."""
+    if isinstance(error, TaskError):
+        message = error.message or str(error) or type(error).__name__
+        return {"kind": "task", "status": error.status, "message": _shorten(message, _MAX_LETTERS), "param": error.param}
+    print(short_traceback(error), file=sys.stderr, flush=True)
+    return {"kind": "out_of_memory" if _is_out_of_memory(error) else "error", "message": last_line(error)}
 
 
 def last_line(error: BaseException) -> str:
-    """What Python prints last: the type and the message."""
-    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
-    notes = sum(len(str(note).splitlines()) for note in getattr(error, "__notes__", ()))  # which stand behind the message
-    return _cut(" ".join(lines[max(len(lines) - notes - 1, 0)].split()), 1000)
+    """The type and the message, as at the end of a traceback, in one line."""
+    lines = traceback.format_exception_only(type(error), error)
+    # Of a syntax error the code stands before this line, indented. Notes follow it.
+    line = next(line for line in lines if not line.startswith(" "))
+    return _shorten(" ".join(line.split()), 1000)
 
 
-def place(error: BaseException) -> str:
-    """The innermost line outside this package where it was raised, as ` (FILE:LINE)`; nothing if there is none."""
+def location(error: BaseException) -> str:
+    """The innermost line outside this package from which the error was raised, as ` (FILE:LINE)`; empty if there is none."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
-    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((_HERE, "<frozen"))]
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((_PACKAGE, "<frozen"))]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def short_traceback(error: BaseException) -> str:
-    """The innermost frames, without those of this package."""
-    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((_HERE, "<frozen"))]
-    lines = [*traceback.format_list(frames[-FRAMES:]), *traceback.format_exception_only(type(error), error)]
-    if cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        lines.append(f"which was raised because of {last_line(cause)}{place(cause)}\n")
-    return _cut("".join(lines).rstrip(), LONGEST)
+    """The traceback with the innermost frames, and those of the causes."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__, -_MAX_FRAMES)
+    return _shorten("".join(lines).rstrip(), _MAX_LETTERS)
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """An exception, as the worker is told of it. The traceback of one that is nobody's intention goes to the log."""
-    if isinstance(error, TaskError):
-        message = error.message or str(error) or type(error).__name__
-        return {"kind": "task", "status": error.status, "message": _cut(message, LONGEST), "param": error.param}
-    print(short_traceback(error), file=sys.stderr, flush=True)
-    kind = "out_of_memory" if is_out_of_memory(error) else "error"
-    return {"kind": kind, "message": last_line(error)}
-
-
-def _cut(text: str, most: int) -> str:
+def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
-_LASTING = (ClassProblem, ImportError, SyntaxError, TypeError, AttributeError, NameError, LookupError, AssertionError, NotImplementedError)
-"""Mistakes of the code. A library's ValueError, RuntimeError or OSError may pass: half a download, a busy card, a network."""
+_LASTING = (
+    *(ClassProblem, ImportError, SyntaxError, TypeError, AttributeError),
+    *(NameError, LookupError, AssertionError, NotImplementedError),
+)
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether a model whose import or `load` has raised this error would do so at each start, until somebody mends it."""
-    # The hub's error for a network that is down is a `FileNotFoundError` too, but not the system's.
+    """Whether an error of the import or of `load` is a mistake of the code or a missing file, and so comes again at each start.
+    A ValueError, RuntimeError or OSError of a library may pass: half a download, a busy card, a network that is down."""
+    # The hub's error for a network that is down is a `FileNotFoundError`, too, but has no `errno`.
     is_missing = isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT
     return is_missing or isinstance(error, _LASTING)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had too little memory, by PyTorch's error, or this process."""
-    # Never imported here: a class that has not imported it cannot raise its error.
-    kind = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)
-    return isinstance(error, (kind, MemoryError) if isinstance(kind, type) else MemoryError)
+def _is_out_of_memory(error: BaseException) -> bool:
+    # PyTorch is not imported here, since a class that has not imported it cannot raise its error.
+    torch_error = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)
+    return isinstance(error, (torch_error, MemoryError) if isinstance(torch_error, type) else MemoryError)

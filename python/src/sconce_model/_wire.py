@@ -1,4 +1,4 @@
-"""Frames between a worker and this process, over a socket: a header of JSON, and buffers."""
+"""Frames between a worker and this process, over a socket: the length of a header, the header as JSON, and raw buffers."""
 
 from __future__ import annotations
 
@@ -7,76 +7,81 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NoReturn
+
+from ._errors import short_traceback
 
 VERSION = 1
+"""Of the messages. A worker that speaks another version is refused."""
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-_LONGEST_HEADER, _MOST_BUFFERS, _MOST_BYTES = 16 << 20, 65_536, 1 << 30
+# The bounds of a frame, as in src/python/frames.rs: bytes of a header, number of buffers, bytes of all buffers.
+_MAX_HEADER, _MAX_BUFFERS, _MAX_BYTES = 16 << 20, 65_536, 1 << 30
 
 
-def quit(why: str = "") -> NoReturn:
-    """Ends the process at once, whatever the class's threads do: with 1 and a line in the log, or with 0 if the worker is gone."""
+def end_process(why: str = "") -> NoReturn:
+    """Ends the process at once, whatever the class's threads do. `why` is logged, and the exit status is then 1."""
     if why:
         print(f"sconce_model: {why}", file=sys.stderr, flush=True)
     os._exit(1 if why else 0)
 
 
-def header_length(start: bytes) -> int:
-    """That of the header, from the first four bytes of a frame."""
-    (length,) = struct.unpack("<I", start)
-    if not 1 <= length <= _LONGEST_HEADER:
-        quit(f"a frame of the worker has a header of {length} bytes")
-    return int(length)
-
-
-def header(data: bytes) -> dict[str, Any]:
-    """A header; its field `buffers` is a list of lengths."""
-    try:
-        found = json.loads(data)
-        sizes = found.setdefault("buffers", [])
-        is_good = len(sizes) <= _MOST_BUFFERS and all(size >= 0 for size in sizes) and sum(sizes) <= _MOST_BYTES
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        quit(f"a frame of the worker cannot be read: {error}")
-    if not is_good:
-        quit(f"a frame of the worker has {len(sizes)} buffers of {sum(sizes)} bytes")
-    frame: dict[str, Any] = found
-    return frame
-
-
-def written(type_: str, buffers: Sequence[bytes] = (), **fields: Any) -> bytes:
+def encode(type_: str, buffers: Sequence[bytes] = (), **fields: Any) -> bytes:
     """A frame. Raises `ValueError` if it is larger than the worker takes."""
     sizes = [len(one) for one in buffers]
-    if len(sizes) > _MOST_BUFFERS or sum(sizes) > _MOST_BYTES:
+    if len(sizes) > _MAX_BUFFERS or sum(sizes) > _MAX_BYTES:
         raise ValueError(f"{len(sizes)} buffers of {sum(sizes)} bytes are more than the worker takes")
-    # An error may quote half a surrogate pair, which is no JSON: the worker gets a question mark.
-    head = _to_json({"type": type_, **fields, "buffers": sizes}).encode(errors="replace")
-    return b"".join([struct.pack("<I", len(head)), head, *buffers])
+    # The message of an error may hold half a surrogate pair, which UTF-8 cannot encode. A question mark takes its place.
+    header = _to_json({"type": type_, **fields, "buffers": sizes}).encode(errors="replace")
+    return b"".join([struct.pack("<I", len(header)), header, *buffers])
 
 
 class Channel:
-    """One socket, used by one thread."""
+    """One of the two sockets. One thread reads it, and one thread writes to it."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
-        self.socket = socket.socket(fileno=fd)
-        self._input = self.socket.makefile("rb", 1 << 16)
+        self._socket = socket.socket(fileno=fd)
+        self._input = self._socket.makefile("rb", 1 << 16)
 
     def read(self) -> dict[str, Any]:
-        """The next frame, with its buffers in the place of their lengths. Ends the process with the worker."""
-        frame = header(self._exactly(header_length(self._exactly(4))))
-        frame["buffers"] = [self._exactly(size) for size in frame["buffers"]]
+        """The header of the next frame, with the buffers in its field `buffers`. If the worker has closed the channel, the
+        process ends."""
+        (length,) = struct.unpack("<I", self._read_exactly(4))
+        if not 1 <= length <= _MAX_HEADER:
+            end_process(f"a frame of the worker has a header of {length} bytes")
+        try:
+            frame: dict[str, Any] = json.loads(self._read_exactly(length))
+            sizes = frame.get("buffers", [])
+            is_bounded = len(sizes) <= _MAX_BUFFERS and min(sizes, default=0) >= 0 and sum(sizes) <= _MAX_BYTES
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            end_process(f"a frame of the worker cannot be read: {error}")
+        if not is_bounded:
+            end_process(f"a frame of the worker has {len(sizes)} buffers of {sum(sizes)} bytes")
+        frame["buffers"] = [self._read_exactly(size) for size in sizes]
         return frame
 
-    def _exactly(self, size: int) -> bytes:
+    def _read_exactly(self, size: int) -> bytes:
         data: bytes = self._input.read(size)
         if len(data) < size:
-            quit()
+            end_process()
         return data
 
     def write(self, frame: bytes) -> None:
-        """Sends a frame."""
+        """Sends a frame, and waits while the socket is full. If the worker has closed the channel, the process ends."""
         try:
-            self.socket.sendall(frame)
+            self._socket.sendall(frame)
         except OSError:
-            quit()
+            end_process()
+
+    def serve(self, answers: Mapping[str, Callable[[dict[str, Any]], bytes | None]]) -> NoReturn:
+        """Answers each frame of the worker by its type, until the worker closes the channel."""
+        try:
+            while True:
+                frame = self.read()
+                if frame["type"] not in answers:
+                    end_process(f"the worker sent {frame['type']!r}")
+                if answer := answers[frame["type"]](frame):
+                    self.write(answer)
+        except BaseException as error:  # noqa: BLE001 - on a thread it would end this thread alone, and the worker would wait
+            end_process(short_traceback(error))
