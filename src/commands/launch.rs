@@ -67,16 +67,6 @@ pub(super) fn run(arguments: &cli::Launch, registry: &Registry) -> anyhow::Resul
         .exits_with(Exit::Config)?;
     host.launcher.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
-    for pool in &settings.pools {
-        if let Some(work) = registry.misnamed_kind(pool) {
-            let pool = &pool.name;
-            tracing::info!(
-                pool,
-                work,
-                "the pool has the default name, which tells other work; better set its `name`"
-            );
-        }
-    }
     let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
         let (broker, launcher) = (redact_url(url.expose()), &launcher.name);
@@ -122,7 +112,6 @@ async fn serve(
         host: host.name.clone(),
         board: launching.board(),
         handle: launching.handle(),
-        log_filter: telemetry::set_filter,
         answer_permit: Semaphore::new(1),
         refusals: Mutex::default(),
         counts: Mutex::default(),
