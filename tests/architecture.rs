@@ -14,7 +14,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("batching", &[]),
     ("backoff", &[]),
     ("shutdown", &[]),
-    ("config", &["batching", "backoff"]),
+    ("config", &["protocol", "batching", "backoff"]),
     ("telemetry", &[]),
     ("model", &["protocol", "batching", "config"]),
     ("broker", &["protocol", "backoff", "config"]),

@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sconce::protocol::batch_line::{error_line, is_torn_output, parse, read_output, response_line};
+use sconce::protocol::batch_line::{Notes, error_line, is_torn_output, parse, read_output, response_line};
 use sconce_fuzz::LONGEST_ERROR;
 use serde_json::value::RawValue;
 
@@ -21,7 +21,7 @@ fuzz_target!(|data: &[u8]| {
                     _ => return,
                 };
             assert!(body.is_object());
-            let line = response_line(&request.custom_id, 200, "req_1", raw);
+            let line = response_line(&request.custom_id, 200, "req_1", &Notes::new(), raw);
             check_output(&line, Some(&request.custom_id));
             let written: serde_json::Value = serde_json::from_slice(&line).expect("JSON");
             assert_eq!(written["response"]["body"], body);
@@ -36,7 +36,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     if let Ok(raw) = serde_json::from_slice::<&RawValue>(data) {
-        check_output(&response_line("a", 200, "r", raw), Some("a"));
+        check_output(&response_line("a", 200, "r", &Notes::new(), raw), Some("a"));
     }
     let _ = (is_torn_output(data), read_output(data).is_ok());
 });

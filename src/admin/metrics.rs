@@ -153,6 +153,14 @@ fn slot_values<'a>(
     slots_with_stats(status).map(move |(entry, stats)| (slot_labels(entry), value(stats)))
 }
 
+/// One labelled value for each slot that has one.
+fn entry_values<'a>(
+    status: &'a SlotStatus,
+    value: impl Fn(&Entry) -> Option<f64> + 'a,
+) -> impl Iterator<Item = (Labels<'a>, f64)> {
+    status.slots.values().filter_map(move |entry| Some((slot_labels(entry), value(entry)?)))
+}
+
 fn launcher_metrics(out: &mut MetricsWriter<'_, '_>, launcher: &str, status: &SlotStatus) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION")), ("launcher", launcher)];
     out.gauge("build_info", "What is running", [(version, 1.0)])?;
@@ -283,17 +291,11 @@ fn worker_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::
         })
     });
     out.counter("worker_restarts", "Workers started to replace another", restarts)?;
-    let stuck = status
-        .slots
-        .values()
-        .map(|entry| (slot_labels(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
+    let stuck = entry_values(status, |entry| Some(f64::from(u8::from(entry.stuck_since.is_some()))));
     out.gauge("worker_stuck", "1 while the worker is past its time limit, and /livez fails", stuck)?;
     let resident = slot_values(status, |stats| stats.now.resident as f64);
     out.gauge("worker_resident_memory_bytes", "Resident memory that only the worker uses", resident)?;
-    let started = status
-        .slots
-        .values()
-        .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot_labels(entry), at as f64 / 1e3)));
+    let started = entry_values(status, |entry| Some(entry.report.ready_at_ms? as f64 / 1e3));
     out.gauge("worker_start_time_seconds", "When the worker became ready, in seconds since 1970", started)?;
     let loaded = status
         .slots
@@ -308,7 +310,7 @@ fn worker_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::
         (slot_labels(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64)
     });
     out.gauge("prefetched_tasks", "Tasks that the worker holds and that are not on the device", prefetched)?;
-    let in_flight = status.slots.values().map(|entry| (slot_labels(entry), entry.report.in_flight as f64));
+    let in_flight = entry_values(status, |entry| Some(entry.report.in_flight as f64));
     out.gauge("in_flight_tasks", "Tasks on the device", in_flight)
 }
 

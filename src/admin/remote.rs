@@ -15,7 +15,7 @@ use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{ControlRequest, LauncherAnswer, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
-use crate::telemetry::Throttle;
+use crate::telemetry::{self, Throttle};
 
 /// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read
 /// its control lines.
@@ -37,8 +37,6 @@ pub struct ControlledLauncher {
     pub board: Arc<StatusBoard>,
     /// The handle that takes orders.
     pub handle: Handle,
-    /// Sets the launcher's own log filter, or returns what is wrong with it.
-    pub log_filter: fn(&str) -> Result<(), String>,
     /// One permit, held while a request is being answered.
     pub answer_permit: Semaphore,
     /// Bounds the log lines about refused requests.
@@ -167,7 +165,7 @@ impl ControlledLauncher {
             return Err(problem.to_owned());
         }
         if let ControlRequest::LogLevel { filter } = request {
-            (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
+            telemetry::set_filter(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
         }
         let outcomes =
             tokio::time::timeout(ORDER_TIMEOUT, self.handle.order(target.clone(), request.clone())).await;

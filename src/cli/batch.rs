@@ -51,7 +51,7 @@ pub(super) fn field(text: &str) -> Result<(String, Json), String> {
 }
 
 /// Parses the name of a format.
-pub(super) fn format(text: &str) -> Result<FileFormat, String> {
+fn format(text: &str) -> Result<FileFormat, String> {
     let found = FileFormat::of_name(&format!("result.{}", text.trim_start_matches('.')));
     let formats = FileFormat::ALL.map(|(format, _)| format);
     found.ok_or_else(|| format!("expected one of {}", FileFormat::endings(&formats)))

@@ -13,7 +13,6 @@ use clap::{Args, Parser, Subcommand};
 use serde_json::Value as Json;
 
 use crate::protocol::control::RUN_ID_DIGITS;
-use crate::protocol::results::FileFormat;
 use crate::shutdown::Exit;
 
 pub use batch::BatchFiles;
@@ -219,14 +218,10 @@ pub struct Publish {
     /// Wait for the replies, and print their texts while they are generated, in the order of the tasks
     #[arg(long)]
     pub stream: bool,
-    /// Wait for the replies, and write their results to files instead of printing them: to PATH if there is one task, else
-    /// into the folder PATH, named after `custom_id`, the file that was sent, or the number of the task from 0. The ending
-    /// of a name decides the format
-    #[arg(long, short, value_name = "PATH", conflicts_with = "stream")]
+    /// Wait for the reply to the only task, and write its result to FILE instead of printing it. The ending of the name
+    /// decides the format
+    #[arg(long, short, value_name = "FILE", conflicts_with_all = ["stream", "input"])]
     pub output: Option<PathBuf>,
-    /// The format of files without an ending of their own: txt, srt, vtt, json, wav, flac, pcm or png
-    #[arg(long, value_parser = batch::format, requires = "output")]
-    pub format: Option<FileFormat>,
     /// A field of each task that is given as TEXT, such as language=en; may be repeated. VALUE is JSON, or else a text
     #[arg(long, value_name = "NAME=VALUE", value_parser = batch::field, conflicts_with = "input")]
     pub field: Vec<(String, Json)>,

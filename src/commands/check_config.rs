@@ -87,12 +87,6 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
         });
         let line = format!("# pool {:?} will load {:?}: {description}", pool.name, pool.model);
         tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
-        if let Some(kind) = registry.misnamed_kind(pool) {
-            let name = &pool.name;
-            let line =
-                format!("#   its name {name:?} is the default, but its work is {kind:?}: better set `name`");
-            tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
-        }
         for note in registry.notes(pool, &slots) {
             tolerate_broken_pipe(writeln!(std::io::stdout(), "#   {note}"))?;
         }

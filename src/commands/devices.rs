@@ -17,9 +17,10 @@ pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Ex
     let settings = registry.load(&arguments.settings, &[])?.settings;
     let host = Host::here();
     let planned = registry.plan(&settings, &host);
+    let served = |slot: &Assignment| registry.describe(&slot.pool).ok().flatten();
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        let slots: Vec<_> = planned.iter().flatten().map(|slot| slot_json(slot, registry)).collect();
+        let slots: Vec<_> = planned.iter().flatten().map(|slot| slot_json(slot, served(slot))).collect();
         let error = planned.as_ref().err().map(ToString::to_string);
         let report = json!({
             "host": host.name, "cores": host.cores, "nvidia": host.gpus, "slots": slots, "error": error
@@ -28,9 +29,8 @@ pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Ex
     } else {
         write_devices(&mut out, &host)?;
         for slot in planned.iter().flatten() {
+            let served = served(slot).map(|served| format!(": {served}")).unwrap_or_default();
             let Assignment { slot, device, threads, pool, .. } = slot;
-            let served = registry.describe(pool).ok().flatten();
-            let served = served.map(|served| format!(": {served}")).unwrap_or_default();
             writeln!(out, "{slot:<16} {device:<42} {}{served}, {threads} threads", pool.model)?;
         }
     }
@@ -38,9 +38,8 @@ pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Ex
     Ok(Exit::Done)
 }
 
-fn slot_json(slot: &Assignment, registry: &Registry) -> serde_json::Value {
+fn slot_json(slot: &Assignment, served: Option<String>) -> serde_json::Value {
     let Assignment { slot, device, threads, pool, .. } = slot;
-    let served = registry.describe(pool).ok().flatten();
     json!({
         "slot": slot, "device": device, "threads": threads, "model": pool.model, "pool": pool.name,
         "served": served

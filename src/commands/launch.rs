@@ -62,24 +62,11 @@ pub(super) fn run(arguments: &cli::Launch, registry: &Registry) -> anyhow::Resul
     let settings = &loaded.settings;
     start_logging(None)?;
     let mut host = Host::here();
-    let mut launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host.name)
+    let launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host.name)
         .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
         .exits_with(Exit::Config)?;
-    if let Some(address) = settings.admin.listen {
-        launcher.publish_health_port(address.port());
-    }
     host.launcher.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
-    for pool in &settings.pools {
-        if let Some(work) = registry.misnamed_kind(pool) {
-            let pool = &pool.name;
-            tracing::info!(
-                pool,
-                work,
-                "the pool has the default name, which tells other work; better set its `name`"
-            );
-        }
-    }
     let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
         let (broker, launcher) = (redact_url(url.expose()), &launcher.name);
@@ -125,7 +112,6 @@ async fn serve(
         host: host.name.clone(),
         board: launching.board(),
         handle: launching.handle(),
-        log_filter: telemetry::set_filter,
         answer_permit: Semaphore::new(1),
         refusals: Mutex::default(),
     });

@@ -15,7 +15,7 @@ use serde_json::{Map, Value as Json, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::published_files::{ResultFile, ResultFiles};
+use super::published_files::ResultFile;
 use super::requests::{self, Requests, check_fields, fields_of, of_file, requests_in};
 use super::show::Show;
 use super::{Registry, broker_session, load, pool_named, progress, queue_named, start_logging};
@@ -61,6 +61,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         None => registry.for_tasks(pool, arguments.url.as_deref())?,
         Some(_) => registry.clone(),
     };
+    let mut file = None;
     let (requests, total): (Requests, _) = match &arguments.input {
         None => {
             let mut tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
@@ -69,6 +70,13 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             check_fields(url, &fields).exits_with(Exit::Usage)?;
             let added = tasks.iter_mut().try_for_each(|task| task.body.add_fields(&fields));
             added.map_err(|problem| anyhow!("--field: {problem}")).exits_with(Exit::Usage)?;
+            if let Some(path) = &arguments.output {
+                let [task] = &mut tasks[..] else {
+                    let problem = "--output takes the result of one task; `sconce submit --output-dir` writes a file for each";
+                    return Err(anyhow!(problem).exits_with(Exit::Usage));
+                };
+                file = Some(ResultFile::new(path, url, task).exits_with(Exit::Usage)?);
+            }
             let total = tasks.len() as u64;
             (Box::new(tasks.into_iter().map(Ok)), Some(total))
         }
@@ -78,7 +86,6 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             (requests_in(path).exits_with(Exit::Usage)?, total)
         }
     };
-    let requests = name_files(arguments, pool, registry, requests, total).exits_with(Exit::Usage)?;
     let mut lines = read_ahead(requests)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
@@ -89,21 +96,17 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let prefetch = waits.then_some(PREFETCH);
         let mut client =
             Client::connect(&settings.broker, "sconce publish", &queue, topology.as_ref(), prefetch).await?;
-        if let Some(folder) = arguments.output.as_deref().filter(|_| total != Some(1)) {
-            std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-        }
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
         let shortens = io::stdout().is_terminal();
-        let has_files = arguments.output.is_some();
         let mut output =
-            Output { bar, show, has_files, shortens, has_shortened: false, begun: 0, done: 0, errors: 0 };
+            Output { bar, show, file, shortens, has_shortened: false, begun: 0, done: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
             lines.poll_recv(context).map(|line| match line? {
-                Ok(named) => Some(Ok(task(named, arguments.url.as_deref(), arguments.stream))),
+                Ok(request) => Some(Ok(task(request, arguments.url.as_deref(), arguments.stream))),
                 Err(error) => {
                     invalid = Some(error);
                     None
@@ -217,65 +220,16 @@ async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Resul
     }
 }
 
-/// A request, and the file for its result if `--output` is given.
-struct NamedRequest {
-    request: requests::Request,
-    file: Option<ResultFile>,
-}
-
-type NamedRequests = Box<dyn Iterator<Item = anyhow::Result<NamedRequest>> + Send>;
-
-/// Gives each request the file for its result, if `--output` is given. Checks all names before the first task is
-/// published, unless the input can be read only once.
-fn name_files(
-    arguments: &Publish,
-    pool: &Pool,
-    registry: &Registry,
-    requests: Requests,
-    total: Option<u64>,
-) -> anyhow::Result<NamedRequests> {
-    let Some(path) = &arguments.output else { return Ok(with_files(requests, None)) };
-    let url = arguments.url.as_deref().or_else(|| model_url(pool, registry));
-    let files = ResultFiles::new(path, arguments, url, total)?;
-    match arguments.input.as_deref().filter(|_| total.is_some()) {
-        Some(input) => {
-            files.check(requests_in(input)?)?;
-            Ok(with_files(requests, Some(files)))
-        }
-        None if arguments.input.is_some() => Ok(with_files(requests, Some(files))),
-        None => {
-            let named = with_files(requests, Some(files)).collect::<anyhow::Result<Vec<_>>>()?;
-            Ok(Box::new(named.into_iter().map(Ok)))
-        }
-    }
-}
-
-/// The requests, each with the file for its result.
-fn with_files(requests: Requests, mut files: Option<ResultFiles>) -> NamedRequests {
-    Box::new(requests.map(move |request| {
-        let mut request = request?;
-        let file = files.as_mut().map(|files| files.file_for(&mut request)).transpose()?;
-        Ok(NamedRequest { request, file })
-    }))
-}
-
-/// What is known of a task until its reply comes.
-struct Meta {
-    custom_id: Option<String>,
-    file: Option<ResultFile>,
-}
-
-/// Turns a request into a task that remembers the user's id and the file for its reply. `url` replaces the URL of the
-/// request. `stream` asks for the parts of a transcript if the body is a recording.
-fn task(named: NamedRequest, url: Option<&str>, stream: bool) -> ClientTask<Meta> {
-    let NamedRequest { request, file } = named;
+/// Turns a request into a task that remembers the user's id. `url` replaces the URL of the request. `stream` asks for the
+/// parts of a transcript if the body is a recording.
+fn task(request: requests::Request, url: Option<&str>, stream: bool) -> ClientTask<Option<String>> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
     let is_sound = request.body.media_type.as_deref().is_some_and(|it| it.starts_with("audio/"));
     let mut message = TaskMessage::new(message_id, url.or(request.url.as_deref()), request.body);
     if stream && is_sound {
         message.headers.insert("stream".to_owned(), "true".into());
     }
-    ClientTask { meta: Meta { custom_id: request.custom_id, file }, message: Some(message) }
+    ClientTask { meta: request.custom_id, message: Some(message) }
 }
 
 /// Prints replies, or counts published tasks.
@@ -283,8 +237,8 @@ struct Output {
     bar: ProgressBar,
     /// With `--stream`: prints the texts of replies while they are generated, instead of the replies.
     show: Option<Show<io::Stdout>>,
-    /// With `--output`: results are written to files.
-    has_files: bool,
+    /// With `--output`: the file of the only task's result.
+    file: Option<ResultFile>,
     /// The number of tasks that were begun.
     begun: u64,
     /// Whether stdout is a terminal, on which long lists of numbers are shortened.
@@ -310,8 +264,8 @@ impl Output {
     }
 }
 
-impl Sink<Meta, anyhow::Error> for Output {
-    fn begun(&mut self, number: u64, Meta { custom_id, .. }: &Meta) {
+impl Sink<Option<String>, anyhow::Error> for Output {
+    fn begun(&mut self, number: u64, custom_id: &Option<String>) {
         self.begun = number + 1;
         if let Some(show) = &mut self.show {
             show.begun(number, custom_id.as_deref().unwrap_or_default());
@@ -328,7 +282,7 @@ impl Sink<Meta, anyhow::Error> for Output {
     fn answered(
         &mut self,
         number: u64,
-        Meta { custom_id, file }: Meta,
+        custom_id: Option<String>,
         reply: Option<Message>,
         _: Instant,
     ) -> anyhow::Result<()> {
@@ -339,14 +293,14 @@ impl Sink<Meta, anyhow::Error> for Output {
             if let Some(show) = &mut self.show {
                 show.answered(number, &reply)?;
             }
-            if let (Some(file), false) = (file, is_error)
+            if let (Some(file), false) = (&self.file, is_error)
                 && let Some(problem) = file.write(&reply)?
             {
                 is_error = true;
                 self.bar.suspend(|| writeln!(io::stderr(), "reply {number} is not written: {problem}"))?;
             }
             self.errors += u64::from(is_error);
-            let is_written = self.show.is_some() || self.has_files;
+            let is_written = self.show.is_some() || self.file.is_some();
             // Elsewhere the headers of the reply are printed.
             if is_written && !is_error {
                 for (name, value) in notes_of(&reply) {
@@ -441,7 +395,7 @@ fn count_tasks(path: &Path) -> anyhow::Result<u64> {
 }
 
 /// Reads the requests on a separate thread, because stdin may block for any length of time between two lines.
-fn read_ahead(mut requests: NamedRequests) -> io::Result<mpsc::Receiver<anyhow::Result<NamedRequest>>> {
+fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<requests::Request>>> {
     // Written by the thread, read by the publishing task.
     let (sender, receiver) = mpsc::channel(READ_AHEAD);
     thread::Builder::new().name("input".into()).spawn(move || {
@@ -499,7 +453,7 @@ fn requests_of_arguments(
     let bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
     let request = |body: String| {
         let url = url.map(str::to_owned);
-        requests::Request { custom_id: None, url, name: None, body: body.into() }
+        requests::Request { custom_id: None, url, body: body.into() }
     };
     Ok(bodies.into_iter().map(request).collect())
 }

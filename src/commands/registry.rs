@@ -20,7 +20,6 @@ use crate::model::load::{ModelFiles, digest_of_file, weights_size, widened_types
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
-use crate::protocol::endpoints::EMBEDDINGS_URL;
 use crate::protocol::requests::bodies_of_texts;
 use crate::python;
 use crate::shutdown::Exit;
@@ -201,11 +200,9 @@ impl Registry {
     }
 
     /// Replaces each pool's `model` by the full path of the folder or file that it names. Leaves the names of
-    /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub, and
-    /// `has_default_name`.
+    /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub.
     pub(super) fn resolve_folders(&self, loaded: &mut LoadedSettings) {
         for index in 0..loaded.settings.pools.len() {
-            loaded.settings.pools[index].has_default_name = loaded.has_default_name(index);
             let Some(folder) = loaded.model_folder(index) else { continue };
             let pool = &mut loaded.settings.pools[index];
             // `~` is expanded where the model is loaded.
@@ -290,13 +287,6 @@ impl Registry {
         }
     }
 
-    /// The kind of work of a pool whose default name, "embed", tells another one. None if the settings name the pool, if
-    /// it embeds, or if its model is not loaded from files on this host.
-    pub(super) fn misnamed_kind(&self, pool: &Pool) -> Option<&'static str> {
-        let family = self.family(pool).filter(|family| pool.has_default_name && family.files().is_some())?;
-        (!family.routes.iter().any(|route| route.url == EMBEDDINGS_URL)).then_some(family.name)
-    }
-
     /// The name of the code that serves a pool's model; none if the model's files are not on this host.
     ///
     /// # Errors
@@ -364,13 +354,21 @@ impl Registry {
         }
     }
 
-    /// Whether a pool answers `url`; true for a registered model and for a class in Python that was not imported, because
-    /// only their code knows their URLs.
-    pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
+    /// The URLs that a pool answers; none for a registered model and for a class in Python that was not imported, because
+    /// only their code knows their URLs. Empty if the model's files are not on this host.
+    pub(super) fn urls(&self, pool: &Pool) -> Option<Vec<&'static str>> {
         match self.routes(pool) {
-            Some(routes) if self.named(&pool.model).is_none() => routes.iter().any(|route| route.url == url),
-            _ => self.is_opaque(pool),
+            Some(routes) if self.named(&pool.model).is_none() => {
+                Some(routes.iter().map(|route| route.url).collect())
+            }
+            _ if self.is_opaque(pool) => None,
+            _ => Some(Vec::new()),
         }
+    }
+
+    /// Whether a pool answers `url`, as far as is known.
+    pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
+        self.urls(pool).is_none_or(|urls| urls.contains(&url))
     }
 
     /// Plans the slots on a host. Checks that its devices have enough memory, and that each model is served.

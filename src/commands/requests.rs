@@ -14,7 +14,7 @@ use super::Registry;
 use crate::cli::BatchFiles;
 #[cfg(feature = "tables")]
 use crate::client::batch_file::Table;
-use crate::client::batch_file::{Batch, InputFile, is_of_vectors, is_table};
+use crate::client::batch_file::{Batch, InputFile, Source, is_of_vectors, is_table};
 use crate::config::Pool;
 use crate::model::Route;
 use crate::model::registry::check_field;
@@ -31,8 +31,6 @@ pub(super) struct Request {
     pub(super) custom_id: Option<String>,
     /// The URL, if this is a batch line that has one.
     pub(super) url: Option<String>,
-    /// The name, without its ending, of the file that this is.
-    pub(super) name: Option<String>,
     pub(super) body: RequestBody,
 }
 
@@ -41,7 +39,7 @@ pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Se
 
 /// A task that embeds a text.
 pub(super) fn embed(text: &str) -> Request {
-    Request { custom_id: None, url: None, name: None, body: body_of_text(EMBEDDINGS_URL, text).into() }
+    Request { custom_id: None, url: None, body: body_of_text(EMBEDDINGS_URL, text).into() }
 }
 
 /// Makes a task from a file, a data URL, or another URL, from which the worker fetches the file. The extension of the
@@ -76,9 +74,7 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
         let media_type = Some(media_type.to_owned());
         RequestBody { media_type, ..bytes.into() }
     };
-    let name = if file.starts_with("data:") { None } else { Path::new(file).file_stem() };
-    let name = name.and_then(|stem| stem.to_str()).map(str::to_owned);
-    Ok(Request { custom_id: None, url: None, name, body })
+    Ok(Request { custom_id: None, url: None, body })
 }
 
 /// The files that a pool with these media types takes: the endings of their names, and their media types.
@@ -123,27 +119,24 @@ fn parse_line(line: &[u8]) -> anyhow::Result<Option<Request>> {
     Ok(Some(match serde_json::from_slice::<Json>(line).with_context(unexpected)? {
         Json::String(text) if text.starts_with("data:") => {
             let body = RequestBody::from_data_url(&text).map_err(|problem| anyhow!("the line {problem}"))?;
-            Request { custom_id: None, url: None, name: None, body }
+            Request { custom_id: None, url: None, body }
         }
         Json::String(text) => embed(&text),
         Json::Object(object) => match (object.get("custom_id"), object.get("body")) {
-            (Some(Json::String(id)), Some(body @ Json::Object(_))) => {
+            (Some(Json::String(id)), Some(body)) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
-                Request { custom_id: Some(id.clone()), url, name: None, body: body.to_string().into() }
-            }
-            (Some(Json::String(id)), Some(Json::String(data))) => {
-                let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
-                let body = RequestBody::from_data_url(data);
-                let body = body.map_err(|problem| anyhow!("the body of {id:?} {problem}"))?;
-                Request { custom_id: Some(id.clone()), url, name: None, body }
-            }
-            (Some(Json::String(id)), Some(_)) => {
-                bail!("the body of {id:?} is neither a JSON object nor a data URL")
+                let body = match body {
+                    Json::Object(_) => body.to_string().into(),
+                    Json::String(data) => RequestBody::from_data_url(data)
+                        .map_err(|problem| anyhow!("the body of {id:?} {problem}"))?,
+                    _ => bail!("the body of {id:?} is neither a JSON object nor a data URL"),
+                };
+                Request { custom_id: Some(id.clone()), url, body }
             }
             (Some(id), Some(_)) => bail!("custom_id must be a string, is {}", shorten(&id.to_string(), 80)),
             _ => {
                 let body = Bytes::copy_from_slice(line).into();
-                Request { custom_id: None, url: None, name: None, body }
+                Request { custom_id: None, url: None, body }
             }
         },
         _ => bail!(unexpected()),
@@ -250,7 +243,7 @@ pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Regist
              a line of JSON has its own URL and fields"
         );
     }
-    Ok(Batch::Lines { inputs: input.clone(), output })
+    Ok(Batch::Rows { source: Source::Lines(input.clone()), output })
 }
 
 #[cfg(feature = "tables")]
@@ -274,7 +267,7 @@ fn batch_of_table(
     let (id_column, asks_base64) = (arguments.id_column.clone(), is_of_vectors(&output)?);
     let table = Table { path: path.to_owned(), column, id_column, url, fields, asks_base64 };
     table.body("").map_err(|problem| anyhow!("{shown}: {problem}"))?;
-    Ok(Batch::Table { table, output })
+    Ok(Batch::Rows { source: Source::Table(table), output })
 }
 
 /// The media type of a file by the ending of its name; none for a text.

@@ -31,10 +31,6 @@ const TELL_TIMEOUT: Duration = Duration::from_secs(5);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between two updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(125);
-/// How long the queue must have no consumer before that is reported.
-const NO_CONSUMER_AFTER: Duration = Duration::from_secs(10);
-/// Time between two reports that nobody consumes.
-const NO_CONSUMER_INTERVAL: Duration = Duration::from_secs(60);
 
 pub(super) fn run(arguments: &Submit, registry: &Registry) -> anyhow::Result<Exit> {
     let mut loaded = load(&arguments.settings, &[])?;
@@ -62,7 +58,7 @@ pub(super) fn run(arguments: &Submit, registry: &Registry) -> anyhow::Result<Exi
     };
     let ended = runtime.block_on(async {
         let ended = drive(arguments, &settings, &options, &job).await?;
-        let (id, left) = (job.borrow().id().to_owned(), job.borrow().progress().in_flight);
+        let (id, left) = (job.borrow().id().to_owned(), job.borrow().progress().counts.in_flight);
         if ended.is_ok() && left > 0 {
             withdraw_left(&settings, &id, left, queue).await;
         }
@@ -128,7 +124,7 @@ fn with_exit(error: JobError) -> anyhow::Error {
 /// one. If nobody consumes from the queue, returns at the first one.
 async fn interrupted(stop: &Stop, grace: Duration, job: &RefCell<Job>) {
     stop.reached(Phase::Returning).await;
-    if !job.borrow().progress().consumed {
+    if !job.borrow().progress().counts.consumed {
         return;
     }
     let seconds = grace.as_secs();
@@ -144,21 +140,23 @@ async fn interrupted(stop: &Stop, grace: Duration, job: &RefCell<Job>) {
 
 /// Shows the progress of the job periodically. Returns only if the output fails.
 async fn show_progress(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool) -> anyhow::Error {
-    let (mut printed_at, mut answered_before) = (Instant::now(), 0);
-    let mut consumers = ConsumerNotices::default();
+    let (mut printed_at, mut answered_before, mut was_consumed) = (Instant::now(), 0, true);
     loop {
         tokio::time::sleep(BAR_INTERVAL).await;
         let job = job.borrow();
         let progress = job.progress();
         draw_bar(bar, &progress);
         // A visible bar always shows whether workers consume.
-        if let Some(notice) = consumers.notice(progress.consumed, Instant::now()).filter(|_| bar.is_hidden())
-        {
-            let _ = writeln!(io::stderr(), "{notice} {queue}");
+        if progress.counts.consumed != was_consumed && bar.is_hidden() {
+            let notice =
+                if was_consumed { "waiting for workers: nobody consumes" } else { "workers consume again" };
+            let _ = writeln!(io::stderr(), "{notice} from {queue}");
         }
+        was_consumed = progress.counts.consumed;
         if json && printed_at.elapsed() >= PROGRESS_INTERVAL {
-            let rate = (progress.answered - answered_before) as f64 / printed_at.elapsed().as_secs_f64();
-            (printed_at, answered_before) = (Instant::now(), progress.answered);
+            let rate =
+                (progress.counts.answered - answered_before) as f64 / printed_at.elapsed().as_secs_f64();
+            (printed_at, answered_before) = (Instant::now(), progress.counts.answered);
             match tolerate_broken_pipe(print_progress(&progress, rate)) {
                 Ok(is_open) => json = is_open,
                 Err(error) => return error.into(),
@@ -167,41 +165,12 @@ async fn show_progress(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut j
     }
 }
 
-/// Decides when to report that nobody consumes from the queue. Times are passed in.
-#[derive(Default)]
-struct ConsumerNotices {
-    /// Since when nobody consumes.
-    missing_since: Option<Instant>,
-    /// When that was last reported.
-    reported_at: Option<Instant>,
-}
-
-impl ConsumerNotices {
-    /// The line to print now, if any, up to the queue's name, which the caller appends.
-    fn notice(&mut self, is_consumed: bool, now: Instant) -> Option<&'static str> {
-        if is_consumed {
-            self.missing_since = None;
-            return self.reported_at.take().map(|_| "workers consume again from");
-        }
-        let since = *self.missing_since.get_or_insert(now);
-        let due = match self.reported_at {
-            Some(last) => last + NO_CONSUMER_INTERVAL,
-            None => since + NO_CONSUMER_AFTER,
-        };
-        if now < due {
-            return None;
-        }
-        self.reported_at = Some(now);
-        Some("waiting for workers: nobody consumes from")
-    }
-}
-
 fn draw_bar(bar: &ProgressBar, progress: &Progress<'_>) {
     let mut notes = Vec::new();
-    if progress.errors > 0 {
-        notes.push(format!("{} errors", progress.errors));
+    if progress.counts.errors > 0 {
+        notes.push(format!("{} errors", progress.counts.errors));
     }
-    if !progress.consumed {
+    if !progress.counts.consumed {
         notes.push("no worker consumes".to_owned());
     }
     bar.set_message(notes.join(", "));
@@ -289,28 +258,4 @@ async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     }
     writeln!(io::stdout(), "{}: for one hour, workers answer tasks of job {job} with 499", withdrawn?)?;
     Ok(if is_unknown { Exit::Refused } else { Exit::Done })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn missing_consumers_are_reported_after_10_s_and_then_every_minute() {
-        let (mut consumers, start) = (ConsumerNotices::default(), Instant::now());
-        let mut notices = Vec::new();
-        let mut poll = |second: u64, is_consumed| {
-            if let Some(notice) = consumers.notice(is_consumed, start + Duration::from_secs(second)) {
-                notices.push((second, notice));
-            }
-        };
-        (0..135).for_each(|second| poll(second, false));
-        poll(135, true);
-        poll(136, true);
-        (137..146).for_each(|second| poll(second, false));
-        poll(146, true);
-        let waiting = "waiting for workers: nobody consumes from";
-        let expected = [(10, waiting), (70, waiting), (130, waiting), (135, "workers consume again from")];
-        assert_eq!(notices, expected);
-    }
 }

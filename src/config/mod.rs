@@ -48,8 +48,8 @@ pub use python::{Environment, PythonClass, PythonPlace, class_name as python_cla
 pub use read::{AllowedSource, Devices, Secret, TaskQueue};
 pub use redact::redact_url;
 pub use settings::{
-    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Python, Replace,
-    Retry, S3, Sentinels, Settings, Telemetry, Tls,
+    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, Fetch, Launcher, Pool, Python, Replace, Retry, S3,
+    Settings, Telemetry, Tls,
 };
 
 /// Validated settings, and their origins.
@@ -108,11 +108,6 @@ impl LoadedSettings {
             Problem::new(path, expected).with_origin(origin).with_text(&pool.model)
         };
         ConfigError::unless_empty(pools.map(problem).collect())
-    }
-
-    /// Whether the settings do not name this pool, so that it has the default name.
-    pub fn has_default_name(&self, pool: usize) -> bool {
-        origin_in(&self.origins, &format!("pool[{pool}].name")) == read::BUILT_IN
     }
 
     /// Turns the problems that the caller has found in `[pool.options]` into one error, and adds the origins of the

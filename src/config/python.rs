@@ -39,10 +39,10 @@ pub(super) fn python_class(model: &str) -> Option<Result<PythonClass<'_>, Expect
         starts && name.chars().all(|character| character == '_' || character.is_alphanumeric())
     };
     let read = rest.rsplit_once(':').and_then(|(place, class)| {
-        let place = if place.contains('/') || place.ends_with(".py") {
-            PythonPlace::File(place)
-        } else {
-            PythonPlace::Module(place).when(place.split('.').all(is_name))?
+        let place = match place {
+            file if file.contains('/') || file.ends_with(".py") => PythonPlace::File(file),
+            module if module.split('.').all(is_name) => PythonPlace::Module(module),
+            _ => return None,
         };
         is_name(class).then_some(PythonClass { place, class })
     });
@@ -59,12 +59,6 @@ impl fmt::Display for PythonClass<'_> {
             PythonPlace::File(file) => file.rsplit('/').next().unwrap_or(file),
         };
         write!(f, "{SCHEME}{place}:{}", self.class)
-    }
-}
-
-impl PythonPlace<'_> {
-    fn when(self, is_so: bool) -> Option<Self> {
-        is_so.then_some(self)
     }
 }
 

@@ -22,6 +22,7 @@ use super::read::{
 use super::text::show_duration;
 use crate::backoff::Backoff;
 use crate::batching::QueueShare;
+use crate::protocol::Sentinels;
 
 /// Range of a wait: longer than zero, and at most 30 days, so that adding it to an `Instant` cannot overflow.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
@@ -96,7 +97,6 @@ section! {
     /// queues must differ between pools.
     Pool {
         /// The pool's name in logs, metrics, replies and slots, and for `sconce ctl`. No queue follows from it.
-        /// `run-batch` puts the model's kind of work, such as "speak", in the place of this default.
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
@@ -156,7 +156,7 @@ section! {
         /// model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply only to the
         /// matrices of linear layers, and f16 is slow. int8 is for CPUs only, where it is faster with AVX2, VNNI or
         /// AMX (docs/settings.md).
-        dtype: DtypeSetting = "f32", read::choice(&DtypeSetting::ALL);
+        dtype: Option<Dtype> = "f32", read::unless("auto", read::choice(&Dtype::ALL));
         /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512",
         /// "avx2-vnni", "avx2" or "none". With the same value on all hosts, other than "auto", results in f32 are bitwise equal on all of
         /// them. It is an error if the CPU lacks the chosen units.
@@ -203,8 +203,6 @@ section! {
         nested options: Options;
         derived missing_folder: Option<PathBuf>,
             "The folder that `model` would name, if it does not exist. `model` is then the id of a model of the hub.";
-        derived has_default_name: bool,
-            "Whether `name` is the default, which tells nothing about the model.";
     }
     check check_pool
 }
@@ -445,6 +443,14 @@ impl Pool {
         [TaskQueue::new(&self.task_queue)].into_iter().chain(background).collect()
     }
 
+    /// [`Pool::queues`], each with the key of the setting that names it.
+    fn queues_by_key(&self) -> Vec<(&'static str, TaskQueue)> {
+        let keys = if self.queue.is_empty() { ["task_queue", "background_queue"] } else { ["queue"; 2] };
+        let [first, further] = keys;
+        let queues = self.queues().into_iter().enumerate();
+        queues.map(|(position, queue)| (if position == 0 { first } else { further }, queue)).collect()
+    }
+
     /// The share of each queue, in their order. The queue of `background_queue` belongs to the task queue, through which
     /// its tasks return.
     pub fn queue_shares(&self) -> Vec<QueueShare> {
@@ -497,19 +503,6 @@ impl Broker {
     }
 }
 
-impl DtypeSetting {
-    /// The number format. None if the worker chooses it.
-    pub fn fixed(self) -> Option<Dtype> {
-        match self {
-            Self::Auto => None,
-            Self::F32 => Some(Dtype::F32),
-            Self::Bf16 => Some(Dtype::Bf16),
-            Self::F16 => Some(Dtype::F16),
-            Self::Int8 => Some(Dtype::Int8),
-        }
-    }
-}
-
 impl Retry {
     /// The backoff between attempts.
     pub fn backoff(&self) -> Backoff {
@@ -537,25 +530,9 @@ impl Retry {
 }
 
 named_enum! {
-    /// The `dtype` setting.
-    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-    #[serde(rename_all = "lowercase")]
-    pub enum DtypeSetting as name {
-        /// Each worker chooses the fastest number format whose results are close enough to those in f32.
-        Auto => "auto",
-        /// [`Dtype::F32`].
-        #[default]
-        F32 => "f32",
-        /// [`Dtype::Bf16`].
-        Bf16 => "bf16",
-        /// [`Dtype::F16`].
-        F16 => "f16",
-        /// [`Dtype::Int8`].
-        Int8 => "int8",
-    }
-
     /// The number format in which weights are stored and multiplied.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
     pub enum Dtype as name {
         /// 32 bits: results equal to the published model's to 1e-5.
         F32 => "f32",
@@ -576,19 +553,6 @@ named_enum! {
         Overlap => "overlap",
         /// The old one drains before the new one starts: for devices that hold one copy of the model.
         InTurn => "in_turn",
-    }
-
-    /// The `sentinels` setting: which messages stop a worker.
-    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-    #[serde(rename_all = "snake_case")]
-    pub enum Sentinels as name {
-        /// Those of the type `control.shutdown`, and those whose body is JSON `null`.
-        #[default]
-        NullAndType => "null_and_type",
-        /// Only those of the type `control.shutdown`.
-        Type => "type",
-        /// None.
-        None => "none",
     }
 
     /// The `drain` setting: what a stop signal does with accepted tasks.
@@ -622,53 +586,8 @@ fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
     }
     let mut pools: Vec<Pool> = pools.into_iter().collect::<Option<_>>()?;
     pools.iter_mut().for_each(Pool::derive_short_forms);
-    refuse_repeats(report, &pools, "name", |pool| &pool.name);
-    refuse_shared_queues(report, &pools);
+    refuse_shared(report, &pools);
     Some(pools)
-}
-
-/// Refuses each value of `key` that an earlier pool has too.
-fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, value: impl Fn(&Pool) -> &String) {
-    let mut first_uses = BTreeMap::new();
-    for (index, pool) in pools.iter().enumerate() {
-        if let Some(first) = first_uses.get(value(pool)) {
-            let (repeated, first) = (Setting { pool: index, key }, Setting { pool: *first, key });
-            refuse_shared(report, pools, repeated, first, value(pool));
-        } else {
-            first_uses.insert(value(pool), index);
-        }
-    }
-}
-
-/// Refuses a queue that tasks of two pools come from.
-fn refuse_shared_queues(report: &mut Report, pools: &[Pool]) {
-    let queues_of = |(index, pool): (usize, &Pool)| {
-        let key = move |position: usize, is_listed: bool| match (is_listed, position) {
-            (true, _) => "queue",
-            (false, 0) => "task_queue",
-            (false, _) => "background_queue",
-        };
-        let is_listed = !pool.queue.is_empty();
-        let queues = pool.queues().into_iter().enumerate();
-        let setting = move |(position, queue): (usize, TaskQueue)| {
-            (position, queue.name, Setting { pool: index, key: key(position, is_listed) })
-        };
-        queues.map(setting).collect::<Vec<_>>()
-    };
-    let mut queues: Vec<_> = pools.iter().enumerate().flat_map(queues_of).collect();
-    // The first queues come first: if one is shared, the other use of it is refused.
-    queues.sort_by_key(|(position, _, _)| *position > 0);
-    let mut first_uses: BTreeMap<String, Setting> = BTreeMap::new();
-    for (_, name, setting) in queues {
-        match first_uses.get(&name) {
-            Some(first) if first.pool != setting.pool => {
-                refuse_shared(report, pools, setting, *first, &name);
-            }
-            // A repetition within a pool is that pool's problem.
-            Some(_) => {}
-            None => drop(first_uses.insert(name, setting)),
-        }
-    }
 }
 
 /// A setting of one pool.
@@ -679,22 +598,39 @@ struct Setting {
     key: &'static str,
 }
 
-/// Refuses the value of the setting `refused`, which the setting `other` of another pool has too. The problem names
-/// both pools and the origin of each setting.
-fn refuse_shared(report: &mut Report, pools: &[Pool], refused: Setting, other: Setting, value: &str) {
-    let described = |Setting { pool, key }: Setting| {
-        let path = format!("pool[{pool}].{key}");
-        let name = pools.get(pool).map_or("", |pool| &pool.name);
-        format!("{path} of the pool {name:?} ({})", report.origin_of(&path))
-    };
-    let expected = format!(
-        "expected a {} of its own for each pool: {} and {} are the same",
-        refused.key,
-        described(other),
-        described(refused)
-    );
-    let problem = Problem::new(format!("pool[{}].{}", refused.pool, refused.key), expected);
-    report.problems.push(problem.with_value(&value.into()));
+/// Refuses a name or a queue of tasks that two pools have. The problem names both pools and the origin of each setting.
+fn refuse_shared(report: &mut Report, pools: &[Pool]) {
+    let names = pools.iter().enumerate().map(|(index, pool)| ("name", pool.name.clone(), index, 0));
+    let queues = pools.iter().enumerate().flat_map(|(index, pool)| {
+        let queues = pool.queues_by_key().into_iter().enumerate();
+        queues.map(move |(position, (key, queue))| (key, queue.name, index, position))
+    });
+    let mut all: Vec<_> = names.chain(queues).collect();
+    // The first queues come first: if one is shared, the other use of it is refused.
+    all.sort_by_key(|(_, _, _, position)| *position > 0);
+    let mut first_uses: BTreeMap<(bool, String), Setting> = BTreeMap::new();
+    for (key, value, pool, _) in all {
+        let refused = Setting { pool, key };
+        match first_uses.get(&(key == "name", value.clone())) {
+            Some(other) if other.pool != pool => {
+                let described = |Setting { pool, key }: Setting| {
+                    let path = format!("pool[{pool}].{key}");
+                    let name = pools.get(pool).map_or("", |pool| &pool.name);
+                    format!("{path} of the pool {name:?} ({})", report.origin_of(&path))
+                };
+                let expected = format!(
+                    "expected a {key} of its own for each pool: {} and {} are the same",
+                    described(*other),
+                    described(refused)
+                );
+                let problem = Problem::new(format!("pool[{pool}].{key}"), expected);
+                report.problems.push(problem.with_value(&value.into()));
+            }
+            // A repetition within a pool is that pool's problem.
+            Some(_) => {}
+            None => drop(first_uses.insert((key == "name", value), refused)),
+        }
+    }
 }
 
 fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
@@ -721,21 +657,15 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
             reader.refuse(key, value, expected);
         }
     }
-    let task_queues =
-        pool.queues().into_iter().enumerate().map(|(position, queue)| match (is_listed, position) {
-            (true, _) => ("queue", queue.name),
-            (false, 0) => ("task_queue", queue.name),
-            (false, _) => ("background_queue", queue.name),
-        });
-    let task_queues: Vec<_> = task_queues.collect();
+    let task_queues = pool.queues_by_key();
     for (key, other) in
         [("reply_queue", pool.reply_queue.as_ref()), ("dead_letter_queue", Some(&pool.dead_letter_queue))]
     {
-        for (task_key, queue) in task_queues.iter().filter(|(_, queue)| Some(queue) == other) {
+        for (task_key, queue) in task_queues.iter().filter(|(_, queue)| Some(&queue.name) == other) {
             let (path, origin) = (reader.path_of(task_key), reader.origin_of(task_key));
             let expected =
                 format!("a queue other than {path} ({origin}): its messages would come back as tasks");
-            reader.refuse(key, queue.as_str(), expected);
+            reader.refuse(key, queue.name.as_str(), expected);
         }
     }
     if !is_listed && pool.background_queue.as_ref() == Some(&pool.task_queue) {

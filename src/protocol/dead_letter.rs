@@ -314,12 +314,9 @@ impl<'a> DeadLetter<'a> {
         }
     }
 
-    fn text(&self, header: &str) -> Option<&'a str> {
-        self.message.properties.headers.get(header)?.as_str()
-    }
-
+    /// A header that a worker wrote.
     fn worker_text(&self, header: &str) -> Option<&'a str> {
-        self.worker_reason.and_then(|_| self.text(header))
+        self.worker_reason.and_then(|_| self.message.properties.headers.get(header)?.as_str())
     }
 }
 
@@ -372,7 +369,7 @@ mod tests {
 
     fn task(properties: Properties) -> Task {
         let message = Message { properties, body: r#"{"input":"a"}"#.into() };
-        match classify(message, at(0), Sentinels::ALL, || "made".into()) {
+        match classify(message, at(0), Sentinels::default(), || "made".into()) {
             Incoming::Task(task) | Incoming::UnknownControl(task, _) => task,
             Incoming::Sentinel(_) => panic!("no sentinel"),
         }

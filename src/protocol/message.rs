@@ -225,15 +225,13 @@ impl Properties {
     /// Whether every broker accepts the headers: no arrays, tables or decimals, all numbers finite, and well below a
     /// frame in size.
     pub fn is_plain(&self) -> bool {
-        let bytes = |value: &Value| match value {
-            Value::Text(text) | Value::Bytes(text) => Some(text.len()),
-            Value::F32(number) => number.is_finite().then_some(4),
-            Value::F64(number) => number.is_finite().then_some(8),
-            Value::Decimal { .. } | Value::Array(_) | Value::Table(_) => None,
-            _ => Some(8),
+        let is_plain = |value: &Value| match value {
+            Value::F32(number) => number.is_finite(),
+            Value::F64(number) => number.is_finite(),
+            Value::Decimal { .. } | Value::Array(_) | Value::Table(_) => false,
+            _ => true,
         };
-        let sizes = self.headers.iter().map(|(name, value)| Some(name.len() + bytes(value)?));
-        sizes.sum::<Option<usize>>().is_some_and(|sum| sum <= MAX_PLAIN_BYTES)
+        self.header_bytes() <= MAX_PLAIN_BYTES && self.headers.values().all(is_plain)
     }
 }
 

@@ -262,7 +262,7 @@ mod tests {
 
     fn task(properties: Properties) -> Task {
         let message = Message { properties, body: "{}".into() };
-        match classify(message, SystemTime::now(), Sentinels::ALL, || "made".into()) {
+        match classify(message, SystemTime::now(), Sentinels::default(), || "made".into()) {
             Incoming::Task(task) => task,
             other => panic!("{other:?}"),
         }

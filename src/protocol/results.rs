@@ -28,15 +28,6 @@ impl FileFormat {
         formats.iter().map(|it| format!(".{}", it.ending())).collect::<Vec<_>>().join(", ")
     }
 
-    /// The formats that replies of a URL can have; all for an unknown one.
-    pub fn of_url(url: Option<&str>) -> Vec<Self> {
-        let known = url.and_then(Endpoint::of);
-        known.map_or_else(
-            || Self::ALL.map(|(format, _)| format).to_vec(),
-            |endpoint| endpoint.results.to_vec(),
-        )
-    }
-
     /// The `response_format` that asks for this format at `url`. None if replies have it without being asked, or if the URL is
     /// that of a model that is not built in, which may not know the field. Without a URL, it is asked for.
     ///

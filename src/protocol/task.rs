@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
+use serde::{Deserialize, Serialize};
 
 use super::message::{is_broker_header, without_broker_directives};
 use super::raw_text::{is_raw, visible};
@@ -31,18 +32,19 @@ pub const RETURNING_SINCE: &str = "sconce_returning_since";
 /// Number of bytes at the beginning of a body that its fingerprint includes.
 const FINGERPRINT_BYTES: usize = 64 << 10;
 
-/// Which messages are sentinels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sentinels {
-    /// Whether messages of the type [`SHUTDOWN`] are sentinels; otherwise they are unknown control messages.
-    pub by_type: bool,
-    /// Whether messages whose body is JSON `null` are sentinels; otherwise they are tasks.
-    pub by_null: bool,
-}
-
-impl Sentinels {
-    /// Both forms of sentinels are valid.
-    pub const ALL: Self = Self { by_type: true, by_null: true };
+named_enum! {
+    /// Which messages are sentinels: the setting `pool.sentinels`.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Sentinels as name {
+        /// Those of the type [`SHUTDOWN`], and those whose body is JSON `null`.
+        #[default]
+        NullAndType => "null_and_type",
+        /// Only those of the type [`SHUTDOWN`]. A body `null` is that of a task.
+        Type => "type",
+        /// None. Those of the type [`SHUTDOWN`] are unknown control messages.
+        None => "none",
+    }
 }
 
 /// What a delivered message is.
@@ -65,20 +67,20 @@ pub fn classify(
     make_id: impl FnOnce() -> String,
 ) -> Incoming {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
-    if kind == SHUTDOWN && sentinels.by_type {
+    if kind == SHUTDOWN && sentinels != Sentinels::None {
         return Incoming::Sentinel(message);
     }
     if kind.starts_with(CONTROL_PREFIX) {
         let kind = kind.to_owned();
         return Incoming::UnknownControl(Task::new(message, received, make_id), kind);
     }
-    if sentinels.by_null && is_null(&message) {
+    if sentinels == Sentinels::NullAndType && is_null(&message) {
         return Incoming::Sentinel(message);
     }
     Incoming::Task(Task::new(message, received, make_id))
 }
 
-/// Returns whether a worker with [`Sentinels::ALL`] treats the message as something other than a task.
+/// Returns whether a worker with [`Sentinels::NullAndType`] treats the message as something other than a task.
 pub fn is_control(message: &Message) -> bool {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
     kind.starts_with(CONTROL_PREFIX) || is_null(message)
@@ -370,7 +372,7 @@ mod tests {
     }
 
     fn classified(kind: Option<&str>, body: &'static str) -> Incoming {
-        classify(message(kind, body), SystemTime::now(), Sentinels::ALL, || "made".into())
+        classify(message(kind, body), SystemTime::now(), Sentinels::default(), || "made".into())
     }
 
     #[test]
@@ -387,7 +389,7 @@ mod tests {
         ] {
             let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
             let message = Message { properties, body: "null".into() };
-            let incoming = classify(message, SystemTime::now(), Sentinels::ALL, || "made".into());
+            let incoming = classify(message, SystemTime::now(), Sentinels::default(), || "made".into());
             assert_eq!(matches!(incoming, Incoming::Sentinel(_)), is_sentinel, "{content_type}");
         }
         for body in [
@@ -414,10 +416,8 @@ mod tests {
                 Incoming::UnknownControl(..) => "unknown",
             }
         };
-        let all = [(true, true), (true, false), (false, false)].map(|(by_type, by_null)| {
-            let it = Sentinels { by_type, by_null };
-            (classified(Some(SHUTDOWN), "{}", it), classified(None, "null", it))
-        });
+        let all = Sentinels::ALL
+            .map(|(it, _)| (classified(Some(SHUTDOWN), "{}", it), classified(None, "null", it)));
         assert_eq!(all, [("sentinel", "sentinel"), ("sentinel", "task"), ("unknown", "task")]);
     }
 
@@ -553,7 +553,7 @@ mod tests {
         ) {
             let is_null = matches!(serde_json::from_str(&body), Ok(serde_json::Value::Null));
             let message = Message { body: body.into(), ..Message::default() };
-            let incoming = classify(message, SystemTime::now(), Sentinels::ALL, || "made".into());
+            let incoming = classify(message, SystemTime::now(), Sentinels::default(), || "made".into());
             prop_assert_eq!(matches!(incoming, Incoming::Sentinel(_)), is_null);
         }
     }

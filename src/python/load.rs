@@ -22,7 +22,7 @@ use super::messages::{
 use super::process::{Lost, Process, ProcessSettings, Started};
 use super::processor::PythonProcessor;
 use super::streams::PythonStreams;
-use crate::config::{Assignment, Pool, PythonClass, PythonPlace};
+use crate::config::{Assignment, Dtype, Pool, PythonClass, PythonPlace};
 use crate::engine::{Foreign, ForeignProcess, ForeignWork, Waker};
 use crate::model::{LoadError, LoadSpec, Message, Properties, Route, model_name};
 
@@ -102,7 +102,7 @@ fn start_frame<'a>(
         class,
         device: if device == "cpu" { "cpu" } else { "cuda" },
         device_name: device,
-        dtype: pool.dtype.name(),
+        dtype: pool.dtype.map_or("auto", Dtype::name),
         threads,
         slot,
         slot_index,

@@ -20,10 +20,10 @@ use super::task_run::Shared;
 use super::{Control, WorkerError};
 use crate::batching::Policy;
 use crate::broker::BrokerSession;
-use crate::config::{self, Assignment};
+use crate::config::Assignment;
 use crate::engine::Engine;
 use crate::fetch::Fetcher;
-use crate::protocol::{self, WorkerInfo};
+use crate::protocol::WorkerInfo;
 use crate::shutdown::Stop;
 
 /// The longest wait for the broker to confirm that the connection closes.
@@ -109,10 +109,7 @@ impl Worker {
             withdrawn: self.control.withdrawn.clone(),
             prefetch: pool.queues().iter().map(|_| self.shared_prefetch()).collect(),
             traces: self.control.traces.clone(),
-            sentinels: protocol::Sentinels {
-                by_type: pool.sentinels != config::Sentinels::None,
-                by_null: pool.sentinels == config::Sentinels::NullAndType,
-            },
+            sentinels: pool.sentinels,
             max_body: pool.max_body,
             max_deliveries: self.assignment.broker.delivery_limit.into(),
         }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, LoadedSettings, Pool,
-    Python, Replace, Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, Dtype, Fetch, Launcher, LoadedSettings, Pool, Python,
+    Replace, Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -55,7 +55,7 @@ fn default_pool() -> Pool {
         devices: Devices::Auto,
         workers_per_device: 1,
         threads: None,
-        dtype: DtypeSetting::F32,
+        dtype: Some(Dtype::F32),
         cpu_features: CpuFeatures::Auto,
         min_speed: 0.2,
         prefetch: None,
@@ -81,7 +81,6 @@ fn default_pool() -> Pool {
             encode_batch: None,
         },
         missing_folder: None,
-        has_default_name: false,
         task: None,
         strict_model: false,
         sentinels: Default::default(),

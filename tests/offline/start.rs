@@ -179,23 +179,15 @@ async fn results_that_cannot_be_written_are_refused_before_anything_is_published
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name).display().to_string();
     let recording = fixture("sound/short.mp3");
-    let lines = |name: &str, ids: [&str; 2]| {
-        let body = serde_json::json!({"file_url": "data:audio/wav;base64,UklGRg=="});
-        let line = |id| format!("{}\n", serde_json::json!({"custom_id": id, "body": body}));
-        fs::write(path(name), ids.map(line).concat()).expect("lines");
-        path(name)
-    };
-    let (same, odd) = (lines("same", ["a.srt", "a.srt"]), lines("odd", ["a.srt", "b.png"]));
-    // Without a format, the reply decides the ending, and its file is looked for.
-    fs::create_dir(path("json")).expect("a folder");
-    fs::write(path("json/short.json"), "").expect("a file");
+    fs::create_dir(path("folder")).expect("a folder");
     fs::write(path("out.jsonl"), "{\"custom_id\":\"a\",\"response\":null,\"error\":null}\n").expect("a file");
     fs::write(path("in.jsonl"), "").expect("a file");
     let (sound, images) = (fixture("whisper-random"), fixture("tiny-vit"));
     for (model, arguments, words) in [
-        (&sound, &["publish", "--output", &path("json"), &recording][..], "short.json exists already"),
-        (&sound, &["publish", "-i", &same, "--output", &path("ids")], "another task has the same name"),
-        (&sound, &["publish", "-i", &odd, "--output", &path("ids")], "b.png"),
+        (&sound, &["publish", "--output", &path("folder"), &recording][..], "is a folder"),
+        (&sound, &["publish", "--output", &path("c.srt"), &recording, &recording], "the result of one task"),
+        (&sound, &["publish", "-i", &path("in.jsonl"), "--output", &path("c.srt")], "--input"),
+        (&sound, &["publish", "--output", &path("c.png"), &recording], "c.png"),
         (&sound, &["publish", "--output", &path("c.jpg"), &recording], "jpg"),
         (&images, &["publish", "--wait", "no-such-cat.jpg"], "no-such-cat.jpg"),
         (&images, &["submit", "-i", "-", "-o", &path("out.jsonl")], "cannot be read again"),
@@ -210,5 +202,5 @@ async fn results_that_cannot_be_written_are_refused_before_anything_is_published
         assert_eq!(command.exit_code().await, 64, "{arguments:?}: {}", command.log());
         assert!(command.log().contains(words), "{arguments:?}: no {words:?} in {}", command.log());
     }
-    assert!(!Path::new(&path("ids")).exists(), "a refused command leaves no folder");
+    assert!(!Path::new(&path("c.srt")).exists(), "a refused command leaves no file");
 }

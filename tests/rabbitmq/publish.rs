@@ -50,16 +50,10 @@ async fn the_ending_of_a_file_decides_the_format_of_its_result() {
     let sconce = Sconce::launched(&settings).await;
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let (recording, other) = (fixture("sound/short.mp3"), fixture("sound/reading.flac"));
+    let recording = fixture("sound/short.mp3");
     printed(&settings, &["publish", "--output", &path("episode 1.vtt"), &recording]).await;
     let written = std::fs::read_to_string(path("episode 1.vtt")).expect("subtitles");
     assert!(written.starts_with("WEBVTT"), "{written}");
-    printed(&settings, &["publish", "--output", &path("subs"), "--format", "vtt", &recording, &other]).await;
-    assert!(Path::new(&path("subs/short.vtt")).exists() && Path::new(&path("subs/reading.vtt")).exists());
-    // Without a format, the reply decides the ending.
-    std::fs::create_dir(path("json")).expect("a folder");
-    printed(&settings, &["publish", "--output", &path("json"), &recording]).await;
-    assert!(Path::new(&path("json/short.json")).exists());
     let output = path("german.json");
     let german = ["--field", "language=de", "--field", "response_format=verbose_json"];
     let arguments = [&["publish", "--output", &output, &recording], &german[..]].concat();

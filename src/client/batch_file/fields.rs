@@ -4,7 +4,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 
-use crate::protocol::Message;
+use crate::protocol::{Message, printable};
 
 /// The names of the fields that all requests of a command have in common; none once a pool has taken them. If a pool
 /// refuses one of these fields, it would refuse all requests.
@@ -37,21 +37,23 @@ impl CommonFields {
         let Body { error: Refusal { message, param } } = serde_json::from_slice(&reply.body).ok()?;
         // The path of an item of a list, such as `labels[2]`, begins with the field.
         let field = param.split(['[', '.']).next()?;
-        // The message is from outside and may be printed to a terminal.
-        let message = message.chars().map(|it| if it.is_control() { ' ' } else { it });
-        self.0.iter().any(|name| name == field).then(|| message.collect())
+        self.0.iter().any(|name| name == field).then(|| printable(&message))
     }
+}
+
+/// The names of the values that differ.
+pub(super) fn changed<'a>(then: &'a Map<String, Json>, now: &'a Map<String, Json>) -> Vec<&'a String> {
+    let names = then.keys().chain(now.keys().filter(|name| !then.contains_key(*name)));
+    names.filter(|name| then.get(*name) != now.get(*name)).collect()
 }
 
 /// A sentence for each field that differs, with both values.
 pub(super) fn field_differences(then: &Map<String, Json>, now: &Map<String, Json>) -> Vec<String> {
-    let names = then.keys().chain(now.keys().filter(|name| !then.contains_key(*name)));
     let shown = |value: Option<&Json>| value.map_or("missing".to_owned(), Json::to_string);
-    let differs = |name: &&String| then.get(*name) != now.get(*name);
     let sentence = |name: &String| {
         format!("--field {name} was {}, and is {}", shown(then.get(name)), shown(now.get(name)))
     };
-    names.filter(differs).map(sentence).collect()
+    changed(then, now).into_iter().map(sentence).collect()
 }
 
 #[cfg(test)]

@@ -39,10 +39,8 @@ struct Written {
 /// What tells an input from another one of the same name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct InputStamp {
-    /// Its path, absolute and without links. None in lists of older versions, which did not write it: such an input is
-    /// known by the other fields alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    path: Option<String>,
+    /// Its path, absolute and without links.
+    path: String,
     url: String,
     /// In bytes.
     size: u64,
@@ -66,13 +64,8 @@ impl InputStamp {
         // A device may have no path without links.
         let path = fs::canonicalize(&input.path).or_else(|_| std::path::absolute(&input.path))?;
         let (url, fields) = (input.url.clone(), input.fields.clone());
-        let path = Some(path.to_string_lossy().into_owned());
+        let path = path.to_string_lossy().into_owned();
         Ok(Self { path, url, size: metadata.len(), modified, fields })
-    }
-
-    /// The path of this input, if it is not that of the other one.
-    fn other_path(&self, other: &Self) -> Option<&str> {
-        self.path.as_deref().filter(|path| other.path.as_deref().is_some_and(|other| other != *path))
     }
 
     /// What differs between this input and the same one as it is now; empty if nothing does.
@@ -179,7 +172,7 @@ impl Folder {
         if is_new {
             list.also_made(path.to_owned());
         }
-        let written = read_list(&mut list, &list_path)?;
+        let written = read_list(&mut list.file, &list_path)?;
         let (mut left, mut by_name) = (Vec::new(), HashMap::new());
         let (mut changed, mut foreign, mut collisions) = (Vec::new(), Vec::new(), Vec::new());
         for (input, stamp) in inputs.iter().zip(stamps) {
@@ -192,16 +185,14 @@ impl Folder {
                     let pending = Pending { format: input.format, stamp, input: shown };
                     by_name.insert(input.result.clone(), pending);
                 }
-                Some(earlier) => match earlier.other_path(&stamp) {
-                    Some(other) => {
-                        let (result, input) = (result.display(), input.path.display());
-                        collisions
-                            .push(format!("{result} is the result of {other}, and would be that of {input}"));
-                    }
-                    None => match earlier.differences(&stamp) {
-                        differences if differences.is_empty() => {}
-                        differences => changed.push((result, &input.path, differences)),
-                    },
+                Some(earlier) if earlier.path != stamp.path => {
+                    let (result, other, input) = (result.display(), &earlier.path, input.path.display());
+                    collisions
+                        .push(format!("{result} is the result of {other}, and would be that of {input}"));
+                }
+                Some(earlier) => match earlier.differences(&stamp) {
+                    differences if differences.is_empty() => {}
+                    differences => changed.push((result, &input.path, differences)),
                 },
                 None => foreign.push(result),
             }
@@ -279,7 +270,7 @@ impl Folder {
         let mut entry = serde_json::to_vec(&Written { file: name.to_owned(), input: stamp.clone() })?;
         entry.push(b'\n');
         // The list is written before the file: later runs take a file that is not listed for somebody else's.
-        self.list.write_all(&entry)?;
+        self.list.file.write_all(&entry)?;
         match write_new(&path, &content) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => failed("file_exists", appeared()),
             written => written.map(|()| None),
@@ -317,7 +308,7 @@ impl Folder {
     }
 
     pub(super) fn sync(&self) -> io::Result<()> {
-        self.list.sync_all()
+        self.list.file.sync_all()
     }
 }
 
@@ -456,12 +447,6 @@ mod tests {
         let monday = fs::canonicalize(files.folder.path().join("monday/a.mp3")).unwrap();
         assert!(refused.contains(&format!("a.srt is the result of {}", monday.display())), "{refused}");
         assert!(refused.contains("tuesday/a.mp3; give another --output-dir"), "{refused}");
-        // An older list has no paths, so that the inputs are compared as before.
-        let list = fs::read_to_string(files.subs().join(LIST)).unwrap();
-        let mut entry: Map<String, Json> = serde_json::from_str(&list).unwrap();
-        entry.remove("path").unwrap();
-        fs::write(files.subs().join(LIST), format!("{}\n", Json::Object(entry))).unwrap();
-        assert_eq!(open("tuesday/a.mp3").unwrap().done, 1);
     }
 
     #[test]

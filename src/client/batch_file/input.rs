@@ -11,10 +11,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 use sha2::{Digest as _, Sha256};
 
+use super::fields::changed;
 use super::lines::{InputLine, InputLines};
 
 /// Identifies an input by its content, and by how it becomes requests.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InputDigest {
     /// Number of requests: lines that are not blank.
     pub lines: usize,
@@ -22,19 +23,10 @@ pub struct InputDigest {
     pub bytes: u64,
     /// SHA-256 of these bytes and of `parameters`, 64 hex digits.
     pub sha256: String,
-    /// The flags that make requests of a table, for errors. None for lines, and in records of older versions.
+    /// The flags that make requests of a table, for errors. None for lines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parameters: Option<Map<String, Json>>,
 }
-
-/// Compares without `parameters`, which `sha256` covers and older records do not have.
-impl PartialEq for InputDigest {
-    fn eq(&self, other: &Self) -> bool {
-        (self.lines, self.bytes, &self.sha256) == (other.lines, other.bytes, &other.sha256)
-    }
-}
-
-impl Eq for InputDigest {}
 
 impl InputDigest {
     /// What differs between this input and the one of another run: what was there, and what is there now. If only the flags
@@ -45,8 +37,7 @@ impl InputDigest {
         if old == new || (self.lines, self.bytes) != (now.lines, now.bytes) {
             return inputs();
         }
-        let names = old.keys().chain(new.keys().filter(|name| !old.contains_key(*name)));
-        let names: Vec<_> = names.filter(|name| old.get(*name) != new.get(*name)).collect();
+        let names = changed(old, new);
         let shown = |flags: &Map<String, Json>| {
             let flag = |name: &&String| match flags.get(*name) {
                 Some(value) => format!("{name} {value}"),

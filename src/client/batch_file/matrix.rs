@@ -150,7 +150,7 @@ impl Matrix {
                 let numbers: Vec<u8> = vector.iter().flat_map(|number| number.to_le_bytes()).collect();
                 self.file.write_all(&numbers)?;
                 self.rows += 1;
-                self.ids.write_all(&parsed.without_body())?;
+                self.ids.file.write_all(&parsed.without_body())?;
                 return Ok(None);
             }
             Some(Err(message)) => {
@@ -162,7 +162,7 @@ impl Matrix {
             self.put_nan(1, dimensions)?;
         }
         self.rows += 1;
-        self.ids.write_all(&kept)?;
+        self.ids.file.write_all(&kept)?;
         Ok(failed)
     }
 
@@ -221,7 +221,7 @@ impl Matrix {
         // If no row has a vector, these are rows of no numbers. The next run begins the file again.
         self.file.write_all_at(&header(self.rows, self.dimensions.unwrap_or(0)), 0)?;
         self.file.sync_all()?;
-        self.ids.sync_all()
+        self.ids.file.sync_all()
     }
 }
 
@@ -262,7 +262,7 @@ mod tests {
 
         fn open(&self, rows: usize, errors: u64) -> Result<Matrix, FileError> {
             let mut ids = claim(&ids_path(&self.path()), &[])?;
-            ids.seek(SeekFrom::End(0)).unwrap();
+            ids.file.seek(SeekFrom::End(0)).unwrap();
             let mut counts = ErrorCounts::default();
             let error = || OutputError { code: "400".into(), message: String::new() };
             (0..errors).for_each(|_| counts.add(error()));

@@ -7,7 +7,6 @@ use std::io;
 mod errors;
 mod fields;
 mod folder;
-mod ids;
 mod input;
 mod lines;
 mod matrix;
@@ -22,11 +21,10 @@ mod tables;
 
 pub use errors::{CommonError, ErrorCounts};
 pub use fields::CommonFields;
-pub use ids::RepeatedIds;
 pub use input::InputDigest;
 pub use lines::InputLines;
 pub(crate) use record::{read_record, record_path, write_record};
-pub use results::{Batch, OpenBatch, Results, is_of_vectors};
+pub use results::{Batch, OpenBatch, Results, Source, is_of_vectors};
 pub use resume::ResumePoint;
 pub use rows::{InputFile, InputRow, Rows, is_table};
 #[cfg(feature = "tables")]

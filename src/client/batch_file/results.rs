@@ -1,7 +1,9 @@
 //! What a batch writes: lines, a matrix, or a file for each result. The ending of the output's name decides which. Opens
 //! the output, and finds the rows that are left. Callers pass in output lines, whatever the form of the output.
 
+use std::fs::Metadata;
 use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::FileError;
@@ -12,7 +14,7 @@ use super::input::InputDigest;
 use super::matrix::{Matrix, ids_path, rows_on_disk};
 use super::record::record_path;
 use super::resume::{Claimed, ResumePoint, claim};
-use super::rows::{FileRows, InputFile, LineRows, Rows, ends_with};
+use super::rows::{FileRows, InputFile, LineRows, Rows, ends_with, is_table};
 #[cfg(feature = "tables")]
 use super::tables::{Join, Table};
 use crate::protocol::batch_line::OutputError;
@@ -21,18 +23,10 @@ use crate::protocol::results::FileFormat;
 /// What a batch reads, and where its results go.
 #[derive(Clone, Debug)]
 pub enum Batch {
-    /// The lines of files, whose results go to one file.
-    Lines {
-        /// Read one after the other.
-        inputs: Vec<PathBuf>,
-        /// The output.
-        output: PathBuf,
-    },
-    /// The rows of a table, whose results go to one file.
-    #[cfg(feature = "tables")]
-    Table {
-        /// The table.
-        table: Table,
+    /// Rows in one order, whose results go to one file.
+    Rows {
+        /// Their input.
+        source: Source,
         /// The output.
         output: PathBuf,
     },
@@ -43,6 +37,16 @@ pub enum Batch {
         /// The folder of the results.
         folder: PathBuf,
     },
+}
+
+/// An input with rows in one order.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// The lines of files, read one after the other.
+    Lines(Vec<PathBuf>),
+    /// The rows of a table.
+    #[cfg(feature = "tables")]
+    Table(Table),
 }
 
 /// An open output.
@@ -136,17 +140,18 @@ pub fn is_of_vectors(output: &Path) -> Result<bool, FileError> {
     Ok(Form::of(output)? != Form::Lines)
 }
 
-/// An input with rows in one order.
-#[derive(Clone, Copy)]
-enum Source<'a> {
-    Lines(&'a [PathBuf]),
-    #[cfg(feature = "tables")]
-    Table(&'a Table),
-}
+impl Source {
+    /// Its files.
+    pub fn paths(&self) -> &[PathBuf] {
+        match self {
+            Self::Lines(inputs) => inputs,
+            #[cfg(feature = "tables")]
+            Self::Table(table) => std::slice::from_ref(&table.path),
+        }
+    }
 
-impl Source<'_> {
     /// Finds where a run continues: after the lines in `lines`, or after the first `most` of them.
-    fn find(self, lines: &Path, most: usize) -> Result<ResumePoint, FileError> {
+    fn find(&self, lines: &Path, most: usize) -> Result<ResumePoint, FileError> {
         match self {
             Self::Lines(inputs) => ResumePoint::find(inputs, lines, most),
             #[cfg(feature = "tables")]
@@ -155,7 +160,7 @@ impl Source<'_> {
     }
 
     /// The rows that are left.
-    fn rows(self, point: &ResumePoint) -> Result<Box<dyn Rows>, FileError> {
+    fn rows(&self, point: &ResumePoint) -> Result<Box<dyn Rows>, FileError> {
         match self {
             Self::Lines(inputs) => {
                 let rows = point.open_input(inputs).map_err(FileError::at("the input"))?;
@@ -168,7 +173,7 @@ impl Source<'_> {
 
     /// What becomes of the matrix of a Parquet file.
     #[cfg(feature = "tables")]
-    fn join(self, output: &Path, matrix: &Path) -> Join {
+    fn join(&self, output: &Path, matrix: &Path) -> Join {
         let table = match self {
             Self::Lines(_) => None,
             Self::Table(table) => Some(table.clone()),
@@ -181,21 +186,46 @@ impl Batch {
     /// The path beside which the record of a run is.
     pub fn record_of(&self) -> PathBuf {
         match self {
-            Self::Lines { output, .. } => output.clone(),
-            #[cfg(feature = "tables")]
-            Self::Table { output, .. } => output.clone(),
+            Self::Rows { output, .. } => output.clone(),
             Self::Files { folder, .. } => Folder::record_of(folder),
         }
     }
 
-    /// The inputs and the output, if all results go to one output.
-    pub fn one_output(&self) -> Option<(&[PathBuf], &Path)> {
-        match self {
-            Self::Lines { inputs, output } => Some((inputs, output)),
-            #[cfg(feature = "tables")]
-            Self::Table { table, output } => Some((std::slice::from_ref(&table.path), output)),
-            Self::Files { .. } => None,
+    /// Whether the inputs are files, which can be read again. Checked before the output is created, so that a wrong name
+    /// leaves no file. No input is opened here: the writer of a FIFO would lose its reader when the FIFO is closed again.
+    ///
+    /// # Errors
+    /// These files cannot be inputs and output of one run.
+    pub fn has_files(&self) -> Result<bool, FileError> {
+        let Self::Rows { source, output } = self else { return Ok(true) };
+        let shown = output.display();
+        if output == Path::new("-") || output.metadata().is_ok_and(|it| !it.is_file()) {
+            let problem = format!("the output {shown} is no file: an interrupted run could not continue it");
+            return Err(FileError::Refused(problem));
         }
+        let file_of = |metadata: Metadata| (metadata.dev(), metadata.ino());
+        let existing = output.metadata().ok().map(file_of);
+        let (mut are_files, inputs) = (true, source.paths());
+        for input in inputs {
+            if existing.is_some() && input.metadata().ok().map(file_of) == existing {
+                let problem = format!("the output {shown} is also an input; give another name");
+                return Err(FileError::Refused(problem));
+            }
+            if input.is_dir() {
+                return Err(FileError::Refused(format!("the input {} is a folder", input.display())));
+            }
+            let is_stdin = input == Path::new("-");
+            let is_file = || input.metadata().map(|it| it.is_file()).map_err(FileError::at(input.display()));
+            are_files &= !is_stdin && is_file()?;
+        }
+        if !are_files && inputs.len() > 1 {
+            let problem = "an input that is no file, such as standard input or a pipe, must be the only one";
+            return Err(FileError::Refused(problem.to_owned()));
+        }
+        if !are_files && inputs.iter().any(|input| is_table(input)) {
+            return Err(FileError::Refused("a table must be a file, which is read twice".to_owned()));
+        }
+        Ok(are_files)
     }
 
     /// The fields that the command gives to each request, the URL included, unless rows are answered already.
@@ -204,9 +234,9 @@ impl Batch {
             return CommonFields::default();
         }
         let (fields, own) = match self {
-            Self::Lines { .. } => return CommonFields::default(),
+            Self::Rows { source: Source::Lines(_), .. } => return CommonFields::default(),
             #[cfg(feature = "tables")]
-            Self::Table { table, .. } => (Some(&table.fields), "encoding_format"),
+            Self::Rows { source: Source::Table(table), .. } => (Some(&table.fields), "encoding_format"),
             Self::Files { inputs, .. } => (inputs.first().map(|input| &input.fields), "response_format"),
         };
         let names = fields.into_iter().flat_map(|fields| fields.keys());
@@ -223,9 +253,7 @@ impl Batch {
         check: impl FnOnce(&ResumePoint) -> Result<(), E>,
     ) -> Result<OpenBatch, E> {
         match self {
-            Self::Lines { inputs, output } => open_single_output(Source::Lines(inputs), output, check),
-            #[cfg(feature = "tables")]
-            Self::Table { table, output } => open_single_output(Source::Table(table), output, check),
+            Self::Rows { source, output } => open_single_output(source, output, check),
             Self::Files { inputs, folder } => {
                 let OpenFolder { folder, left, done, results } = Folder::open(folder, inputs)?;
                 let (input, errors) = (InputDigest::default(), ErrorCounts::default());
@@ -241,7 +269,7 @@ impl Batch {
 
 /// Opens the one output of all rows.
 fn open_single_output<E: From<FileError>>(
-    source: Source<'_>,
+    source: &Source,
     output: &Path,
     check: impl FnOnce(&ResumePoint) -> Result<(), E>,
 ) -> Result<OpenBatch, E> {
@@ -310,7 +338,7 @@ fn open_single_output<E: From<FileError>>(
 impl Results {
     #[cfg_attr(not(feature = "tables"), expect(unused_variables, reason = "only Parquet needs the source"))]
     fn open(
-        source: Source<'_>,
+        source: &Source,
         output: &Path,
         form: Form,
         lines: Claimed,
@@ -337,12 +365,12 @@ impl Results {
             return Err(has_lines(output));
         }
         let claimed = claim(&lines, &beside(&record_path(output), matrix.as_deref()))?;
-        if claimed.metadata().map_err(FileError::at(lines.display()))?.len() > 0 {
+        if claimed.file.metadata().map_err(FileError::at(lines.display()))?.len() > 0 {
             return Err(has_lines(&lines));
         }
         let (input, errors) = (InputDigest::default(), ErrorCounts::default());
         let point = ResumePoint { done: 0, total: 0, whole_bytes: 0, input, errors };
-        Self::open(Source::Lines(&[]), output, form, claimed, &point)
+        Self::open(&Source::Lines(Vec::new()), output, form, claimed, &point)
     }
 
     /// Whether the results must come in the order of the rows.
@@ -357,7 +385,7 @@ impl Results {
     /// The file system's.
     pub fn write(&mut self, line: &[u8]) -> io::Result<Option<OutputError>> {
         match self {
-            Self::Lines(file) => file.write_all(line).map(|()| None),
+            Self::Lines(claimed) => claimed.file.write_all(line).map(|()| None),
             Self::Matrix(matrix) => matrix.write(line),
             #[cfg(feature = "tables")]
             Self::Parquet(parts) => parts.0.write(line),
@@ -376,7 +404,7 @@ impl Results {
             self.keep();
         }
         match self {
-            Self::Lines(file) => file.sync_all(),
+            Self::Lines(claimed) => claimed.file.sync_all(),
             Self::Matrix(matrix) => matrix.sync(),
             #[cfg(feature = "tables")]
             Self::Parquet(parts) => {
@@ -397,7 +425,7 @@ impl Results {
     /// Lets the files stay, even if nothing was written.
     fn keep(&mut self) {
         match self {
-            Self::Lines(file) => file.keep(),
+            Self::Lines(claimed) => claimed.keep(),
             Self::Matrix(matrix) => matrix.keep(),
             #[cfg(feature = "tables")]
             // Without rows there is nothing to continue.

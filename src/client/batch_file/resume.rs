@@ -4,7 +4,6 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
-use std::ops::{Deref, DerefMut};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -36,7 +35,7 @@ pub struct ResumePoint {
 /// a refused command leaves none.
 #[derive(Debug)]
 pub struct Claimed {
-    file: File,
+    pub(super) file: File,
     /// The output and the files beside it, as far as they did not exist before.
     made: Vec<PathBuf>,
 }
@@ -50,20 +49,6 @@ impl Claimed {
     /// Lets the output stay, even if it is empty.
     pub(super) fn keep(&mut self) {
         self.made.clear();
-    }
-}
-
-impl Deref for Claimed {
-    type Target = File;
-
-    fn deref(&self) -> &File {
-        &self.file
-    }
-}
-
-impl DerefMut for Claimed {
-    fn deref_mut(&mut self) -> &mut File {
-        &mut self.file
     }
 }
 
@@ -153,11 +138,12 @@ impl ResumePoint {
         Ok(Self { done, total, whole_bytes, input: InputDigest::default(), errors })
     }
 
-    /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
+    /// Cuts off the torn end of the output, which [`claim`] returned, and moves it after its whole lines.
     ///
     /// # Errors
     /// The file system's.
-    pub fn cut(&self, file: &mut File, output: &Path) -> Result<(), FileError> {
+    pub fn cut(&self, claimed: &mut Claimed, output: &Path) -> Result<(), FileError> {
+        let file = &mut claimed.file;
         let cut = file.set_len(self.whole_bytes).and_then(|()| file.seek(SeekFrom::End(0)));
         cut.map(drop).map_err(FileError::at(output.display()))
     }
@@ -328,7 +314,7 @@ mod tests {
         let mut output = claim(&files.output, &[]).unwrap();
         point.cut(&mut output, &files.output).unwrap();
         for line in point.open_input(slice::from_ref(&files.input)).unwrap() {
-            output.write_all(&answer(&line.unwrap())).unwrap();
+            output.file.write_all(&answer(&line.unwrap())).unwrap();
         }
         point
     }
@@ -442,7 +428,7 @@ mod tests {
         };
         drop(begin());
         assert!(beside[0].exists() && !beside[1].exists() && !files.output.exists());
-        begin().write_all(b"a line\n").unwrap();
+        begin().file.write_all(b"a line\n").unwrap();
         assert!(beside[1].exists() && files.output.exists());
         std::fs::remove_file(&files.output).unwrap();
         begin().keep();
@@ -456,9 +442,9 @@ mod tests {
         let whole = whole_output();
         let files = files(INPUT, Some(&whole[..whole.len() - 3]));
         let point = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap();
-        let mut file = claim(&files.output, &[]).unwrap();
-        point.cut(&mut file, &files.output).unwrap();
-        file.write_all(b"next\n").unwrap();
+        let mut claimed = claim(&files.output, &[]).unwrap();
+        point.cut(&mut claimed, &files.output).unwrap();
+        claimed.file.write_all(b"next\n").unwrap();
         let kept = usize::try_from(point.whole_bytes).unwrap();
         assert_eq!(std::fs::read(&files.output).unwrap(), [&whole[..kept], b"next\n"].concat());
     }

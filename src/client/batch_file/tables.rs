@@ -553,10 +553,6 @@ mod tests {
         let (then, now) = digest.differences(&other);
         assert_eq!(then, "--column \"text\", no --field prompt_name");
         assert_eq!(now, "--column \"number\", --field prompt_name \"query\"");
-        // A record of an older version has no flags.
-        let older = InputDigest { parameters: None, ..digest.clone() };
-        assert_eq!(older, digest);
-        assert!(older.differences(&other).0.starts_with("an input of 3 lines"));
         let missing = input_of(&files.table("t.csv", "txt")).unwrap_err().to_string();
         assert!(missing.contains("no column \"txt\", only number, text"), "{missing}");
         let mut rows = table.rows_after(0).unwrap();

@@ -1,4 +1,4 @@
-//! The history of every slot: its last report, its rates, its last minute, and whether its launcher still answers. Owns
+//! The history of every slot: its last report, its rates, and whether its launcher still answers. Owns
 //! that state, which is bounded by the launchers that answered recently. Has no clock: time is passed in.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -16,8 +16,6 @@ pub(crate) const REMEMBERED: Duration = Duration::from_secs(30);
 const MEAN_MS: u64 = 2_800;
 /// Maximum number of counts of a slot that are kept for these means.
 const MAX_COUNTS: usize = 8;
-/// Length of the sparkline in seconds.
-const MINUTE: usize = 60;
 
 /// The answers of all launchers, and the queues of their pools, at one time.
 #[derive(Clone, Debug)]
@@ -47,8 +45,6 @@ pub(crate) struct SlotHistory {
     pub(crate) rates: Rates,
     /// Milliseconds since its worker was ready, by the clock of this host.
     pub(crate) age_ms: Option<u64>,
-    /// Tasks per second in each of the last seconds, at most [`MINUTE`]; none if no count is known.
-    pub(crate) minute: Vec<Option<f64>>,
     /// Since when its launcher has not answered, although the broker was connected.
     pub(crate) missing_since: Option<Instant>,
     /// The launcher's uptime in milliseconds, and the counts at that time; oldest first, at most [`MAX_COUNTS`].
@@ -103,18 +99,8 @@ impl SlotHistory {
         let now = report.stats.as_deref().cloned().unwrap_or_default();
         // A launcher that was started again, perhaps with the same process id, counts from zero.
         if self.counts.back().is_some_and(|(at, _)| *at >= uptime_ms) {
-            (self.counts, self.minute) = Default::default();
+            self.counts.clear();
         }
-        let seconds_since = |at: u64| (uptime_ms - at) as f64 / 1e3;
-        match self.counts.back() {
-            Some((at, before)) => {
-                let seconds = (uptime_ms / 1_000).saturating_sub(at / 1_000) as usize;
-                let rate = now.tasks().saturating_sub(before.tasks()) as f64 / seconds_since(*at);
-                self.minute.extend(std::iter::repeat_n(Some(rate), seconds.min(MINUTE)));
-            }
-            None => self.minute.push(None),
-        }
-        self.minute.drain(..self.minute.len().saturating_sub(MINUTE));
         // The oldest count is dropped if the second oldest is old enough for the means.
         let is_old_enough =
             |count: Option<&(u64, Stats)>| count.is_some_and(|(at, _)| uptime_ms - at >= MEAN_MS);
@@ -122,7 +108,10 @@ impl SlotHistory {
             self.counts.pop_front();
         }
         self.rates = match self.counts.front() {
-            Some((at, before)) => Rates::between(before, &now, seconds_since(*at), report.batch.max_tokens),
+            Some((at, before)) => {
+                let seconds = (uptime_ms - at) as f64 / 1e3;
+                Rates::between(before, &now, seconds, report.batch.max_tokens)
+            }
             None => Rates::default(),
         };
         self.counts.push_back((uptime_ms, now));

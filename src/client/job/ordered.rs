@@ -21,8 +21,6 @@ pub(super) const MAX_WAITING: usize = 500_000;
 /// An output whose lines arrive in any order.
 pub(super) struct Ordered {
     pub(super) results: Results,
-    /// Why results were not written, though their lines have one; until the job counts them.
-    failed: Vec<OutputError>,
     folder: PathBuf,
     /// The number of the next line to write.
     next: u64,
@@ -51,16 +49,7 @@ impl Ordered {
     pub(super) fn new(results: Results, path: &Path, next: u64) -> Self {
         let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
         let folder = folder.to_owned();
-        let failed = Vec::new();
-        Self {
-            results,
-            failed,
-            folder,
-            next,
-            waiting: BTreeMap::new(),
-            in_memory: 0,
-            spill_files: BTreeMap::new(),
-        }
+        Self { results, folder, next, waiting: BTreeMap::new(), in_memory: 0, spill_files: BTreeMap::new() }
     }
 
     /// Number of lines written, those of earlier runs included.
@@ -74,15 +63,16 @@ impl Ordered {
     }
 
     /// Takes the line with this number, and writes those whose turn it is: each whole, so that an interrupted run
-    /// continues after it. If the output needs no order, the line is written now.
+    /// continues after it. If the output needs no order, the line is written now. Returns why results were not written,
+    /// though their lines have one.
     ///
     /// # Errors
     /// The file system's.
-    pub(super) fn put(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
+    pub(super) fn put(&mut self, number: u64, line: Vec<u8>) -> io::Result<Vec<OutputError>> {
         if number != self.next && self.results.is_ordered() {
-            return self.store(number, line);
+            return self.store(number, line).map(|()| Vec::new());
         }
-        self.write(&line)?;
+        let mut failed = Vec::from_iter(self.write(&line)?);
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() == self.next) {
             let line = match entry.remove() {
                 WaitingLine::Memory(line) => {
@@ -91,20 +81,15 @@ impl Ordered {
                 }
                 WaitingLine::Disk { file, offset, length } => self.read_spilled(file, offset, length)?,
             };
-            self.write(&line)?;
+            failed.extend(self.write(&line)?);
         }
-        Ok(())
+        Ok(failed)
     }
 
-    fn write(&mut self, line: &[u8]) -> io::Result<()> {
-        self.failed.extend(self.results.write(line)?);
+    fn write(&mut self, line: &[u8]) -> io::Result<Option<OutputError>> {
+        let failed = self.results.write(line)?;
         self.next += 1;
-        Ok(())
-    }
-
-    /// Why results were not written since the last call, though their lines have one.
-    pub(super) fn take_failed(&mut self) -> Vec<OutputError> {
-        std::mem::take(&mut self.failed)
+        Ok(failed)
     }
 
     /// Keeps a line until its turn: in memory if there is room, otherwise on disk.
@@ -168,7 +153,7 @@ mod tests {
             line.push(b'\n');
             line
         };
-        (1..90).for_each(|number| ordered.put(number, line(number)).unwrap());
+        (1..90).for_each(|number| _ = ordered.put(number, line(number)).unwrap());
         assert_eq!((ordered.written(), ordered.waiting(), ordered.spill_files.len()), (0, 89, 2));
         assert!(ordered.in_memory <= MAX_BYTES_IN_MEMORY);
         assert_eq!(std::fs::read(&path).unwrap(), b"");

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 
 use super::JobError;
 use super::rows::{PackedTask, Packer, TaskLimits};
-use crate::client::batch_file::{InputLines, InputRow, RepeatedIds, Rows};
+use crate::client::batch_file::{InputLines, InputRow, Rows};
 use crate::protocol::batch_line;
 
 /// Bound of the rows read ahead of publishing, and of the tasks packed from them. Each line may have 64 MiB.
@@ -32,9 +32,6 @@ pub(super) enum Unit {
 
 type Row = Result<InputRow, JobError>;
 
-/// Reads all rows and sends them. Runs on a thread of its own.
-type RowSource = Box<dyn FnOnce(&mpsc::Sender<Row>) + Send>;
-
 /// Reads the rows that are left, as tasks within `limits`; without `rows`, those of the input `once`. `first` is the
 /// number of the first row in the output. The last item is an error if the input has changed meanwhile.
 pub(super) fn read(
@@ -45,23 +42,12 @@ pub(super) fn read(
 ) -> Result<mpsc::Receiver<Result<Unit, JobError>>, JobError> {
     // Written by the thread, read by `pack`.
     let (sender, received) = mpsc::channel(READ_AHEAD);
-    let source: RowSource = match rows {
-        Some(rows) => Box::new(move |sender| send_counted(rows, sender)),
-        None => {
-            let name = once.to_owned();
-            Box::new(move |sender| match open(&name) {
-                Ok(reader) => {
-                    let lines = InputLines::new(BufReader::new(reader));
-                    send_all(lines.map(|line| line.map(InputRow::from).map_err(input_error)), sender);
-                }
-                Err(error) => {
-                    let error = JobError::Input { what: name.display().to_string(), source: error };
-                    let _ = sender.blocking_send(Err(error));
-                }
-            })
-        }
+    let name = once.to_owned();
+    let send = move || {
+        let Some(rows) = rows else { return send_once(&name, &sender) };
+        send_counted(rows, &sender);
     };
-    thread::Builder::new().name("input".into()).spawn(move || source(&sender)).map_err(input_error)?;
+    thread::Builder::new().name("input".into()).spawn(send).map_err(input_error)?;
     // Written by `pack`, read by the client.
     let (unit_sender, units) = mpsc::channel(READ_AHEAD);
     tokio::spawn(pack(received, unit_sender, Packer::new(limits), first));
@@ -75,6 +61,20 @@ fn input_error(source: io::Error) -> JobError {
 /// Opens an input. Called on the reading thread, because opening a FIFO blocks until somebody writes to it.
 fn open(name: &Path) -> io::Result<Box<dyn Read>> {
     Ok(if name == Path::new("-") { Box::new(io::stdin()) } else { Box::new(File::open(name)?) })
+}
+
+/// Sends the lines of an input that is read only once.
+fn send_once(name: &Path, sender: &mpsc::Sender<Row>) {
+    match open(name) {
+        Ok(reader) => {
+            let lines = InputLines::new(BufReader::new(reader));
+            send_all(lines.map(|line| line.map(InputRow::from).map_err(input_error)), sender);
+        }
+        Err(source) => {
+            let error = JobError::Input { what: name.display().to_string(), source };
+            let _ = sender.blocking_send(Err(error));
+        }
+    }
 }
 
 /// Sends the rows that were counted when the run began, and then an error if the input has changed since.
@@ -102,14 +102,14 @@ async fn pack(
     mut packer: Packer,
     first: u64,
 ) {
-    let (mut number, mut ids) = (first, RepeatedIds::default());
+    let mut number = first;
     loop {
         let row = tokio::time::timeout(GATHER_TIMEOUT, rows.recv()).await;
         let (units, is_over) = match row {
             Err(_elapsed) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), false),
             Ok(None) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), true),
             Ok(Some(row)) => {
-                let units = row.map(|row| units_of(row, number, &mut packer, &mut ids));
+                let units = row.map(|row| units_of(row, number, &mut packer));
                 number += 1;
                 match units {
                     Ok(units) => (units.into_iter().map(Ok).collect::<Vec<_>>(), false),
@@ -123,21 +123,15 @@ async fn pack(
             }
         }
         if is_over {
-            if let Some(warning) = ids.warning() {
-                tracing::warn!("{warning}");
-            }
             return;
         }
     }
 }
 
 /// The units of work that are complete once this row is read.
-fn units_of(row: InputRow, number: u64, packer: &mut Packer, ids: &mut RepeatedIds) -> Vec<Unit> {
+fn units_of(row: InputRow, number: u64, packer: &mut Packer) -> Vec<Unit> {
     match row.request {
-        Ok(request) => {
-            ids.add(&request.custom_id, row.number);
-            packer.add(number, row.number, request).into_iter().map(Unit::Task).collect()
-        }
+        Ok(request) => packer.add(number, row.number, request).into_iter().map(Unit::Task).collect(),
         Err(invalid) => {
             // Completes the task of the rows before this one. Otherwise the output of a long run of invalid lines
             // would wait for it.

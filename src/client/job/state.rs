@@ -46,22 +46,15 @@ pub(crate) struct Job {
     is_exhausted: bool,
     /// Number of tasks that several rows share, and that may still be split.
     shared_tasks: usize,
-    published: u64,
-    under_way: u64,
-    resent: u64,
-    duplicates: u64,
-    errors: u64,
+    counts: Counts,
     /// The errors of the output, those of earlier runs included.
     output_errors: ErrorCounts,
-    is_consumed: bool,
     tally: Tally,
-    answered: u64,
 }
 
-/// The progress of a job.
-#[derive(Serialize)]
-pub(crate) struct Progress<'a> {
-    pub(crate) job: &'a str,
+/// What a run of a job has done.
+#[derive(Default, Serialize)]
+pub(crate) struct Counts {
     /// Rows published by this run.
     pub(crate) published: u64,
     /// Rows answered in this run, including those whose line waits for an earlier one.
@@ -70,14 +63,22 @@ pub(crate) struct Progress<'a> {
     pub(crate) errors: u64,
     /// Tasks that are published, and neither answered nor given up yet.
     pub(crate) in_flight: u64,
-    /// Rows in the output, those of earlier runs included.
-    pub(crate) written: u64,
     /// Tasks published again.
     pub(crate) resent: u64,
     /// Duplicate replies.
     pub(crate) duplicates: u64,
     /// Whether any worker consumes from the queue.
     pub(crate) consumed: bool,
+}
+
+/// The progress of a job.
+#[derive(Serialize)]
+pub(crate) struct Progress<'a> {
+    pub(crate) job: &'a str,
+    #[serde(flatten)]
+    pub(crate) counts: &'a Counts,
+    /// Rows in the output, those of earlier runs included.
+    pub(crate) written: u64,
     /// Tasks that each worker has answered.
     pub(crate) tasks_by_worker: BTreeMap<String, u64>,
 }
@@ -109,15 +110,9 @@ impl Job {
             input_failed: None,
             is_exhausted: total.is_some_and(|total| total as u64 == answered_before),
             shared_tasks: 0,
-            published: 0,
-            under_way: 0,
-            resent: 0,
-            duplicates: 0,
-            errors: 0,
+            counts: Counts { consumed: true, ..Counts::default() },
             output_errors,
-            is_consumed: true,
             tally: Tally::default(),
-            answered: 0,
         }
     }
 
@@ -147,7 +142,7 @@ impl Job {
 
     /// Whether every row is answered in the output.
     pub(crate) fn is_complete(&self) -> bool {
-        let is_answered = self.under_way == 0 && self.split.is_empty() && self.ordered.waiting() == 0;
+        let is_answered = self.counts.in_flight == 0 && self.split.is_empty() && self.ordered.waiting() == 0;
         // A run that was stopped may have read and answered the last row without having seen the input's end.
         let all_written = self.total.is_some_and(|total| total as u64 == self.ordered.written());
         (self.is_exhausted || all_written) && is_answered
@@ -167,7 +162,7 @@ impl Job {
             return Poll::Pending;
         }
         if self.input_failed.is_some() {
-            let is_answered = self.under_way == 0;
+            let is_answered = self.counts.in_flight == 0;
             return if is_answered { Poll::Ready(self.input_failed.take().map(Err)) } else { Poll::Pending };
         }
         match units.poll_recv(context) {
@@ -181,7 +176,7 @@ impl Job {
                 Poll::Ready(None)
             }
             Poll::Ready(Some(Ok(Unit::Task(packed)))) => {
-                self.published += packed.rows.len() as u64;
+                self.counts.published += packed.rows.len() as u64;
                 self.shared_tasks += usize::from(packed.rows.len() > 1);
                 Poll::Ready(Some(Ok(Unit::Task(packed))))
             }
@@ -199,25 +194,24 @@ impl Job {
 
     /// Takes the output line of the row with this number, which holds an error.
     fn put_error(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
-        self.errors += 1;
+        self.counts.errors += 1;
         self.output_errors.add_line(&line);
         self.put(number, line)
     }
 
     /// Takes the output line of the row with this number.
     fn put(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
-        self.ordered.put(number, line).map_err(JobError::Output)?;
-        for error in self.ordered.take_failed() {
-            self.errors += 1;
+        for error in self.ordered.put(number, line).map_err(JobError::Output)? {
+            self.counts.errors += 1;
             self.output_errors.add(error);
         }
-        self.answered += 1;
+        self.counts.answered += 1;
         Ok(())
     }
 
     /// Handles the reply to the task with this number. None: the broker refused the task, or it was given up.
     fn handle(&mut self, number: u64, packed: PackedTask, reply: Option<Message>) -> Result<(), JobError> {
-        self.under_way -= 1;
+        self.counts.in_flight -= 1;
         let is_shared = packed.rows.len() > 1;
         self.shared_tasks -= usize::from(is_shared);
         let refused = self.refused.remove(&number);
@@ -272,21 +266,15 @@ impl Job {
     pub(crate) fn progress(&self) -> Progress<'_> {
         Progress {
             job: &self.id,
-            published: self.published,
-            answered: self.answered,
-            errors: self.errors,
-            in_flight: self.under_way,
+            counts: &self.counts,
             written: self.ordered.written(),
-            resent: self.resent,
-            duplicates: self.duplicates,
-            consumed: self.is_consumed,
             tasks_by_worker: self.tally.by_worker(),
         }
     }
 
     /// What this run has measured, for a pool of this name.
     pub(crate) fn report(&mut self, pool: &str) -> RunReport {
-        self.tally.report(pool, self.errors, &self.output_errors)
+        self.tally.report(pool, self.counts.errors, &self.output_errors)
     }
 
     /// The texts that were cut in this run.
@@ -332,7 +320,7 @@ pub(super) struct Sink<'a>(pub(super) &'a RefCell<Job>);
 impl client::Sink<Unit, JobError> for Sink<'_> {
     fn begun(&mut self, _: u64, unit: &Unit) {
         if let Unit::Task(_) = unit {
-            self.0.borrow_mut().under_way += 1;
+            self.0.borrow_mut().counts.in_flight += 1;
         }
     }
 
@@ -362,14 +350,14 @@ impl client::Sink<Unit, JobError> for Sink<'_> {
     }
 
     fn duplicates(&mut self, count: usize) {
-        self.0.borrow_mut().duplicates += count as u64;
+        self.0.borrow_mut().counts.duplicates += count as u64;
     }
 
     fn resent(&mut self, count: usize) {
-        self.0.borrow_mut().resent += count as u64;
+        self.0.borrow_mut().counts.resent += count as u64;
     }
 
     fn consumed(&mut self, is_consumed: bool) {
-        self.0.borrow_mut().is_consumed = is_consumed;
+        self.0.borrow_mut().counts.consumed = is_consumed;
     }
 }

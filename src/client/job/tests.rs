@@ -9,9 +9,10 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 
+use super::state::Counts;
 use super::*;
 use crate::broker::memory::{Memory, in_time};
-use crate::client::batch_file::Batch;
+use crate::client::batch_file::{Batch, Source};
 
 /// Longer than any test, in paused time too.
 const NEVER: Duration = Duration::from_secs(1 << 32);
@@ -94,7 +95,7 @@ impl Rig {
 
     /// Begins a job, or continues it.
     fn open(&self) -> RefCell<Job> {
-        let batch = Batch::Lines { inputs: self.inputs.clone(), output: self.output.clone() };
+        let batch = Batch::Rows { source: Source::Lines(self.inputs.clone()), output: self.output.clone() };
         open_job(&batch, "tasks", self.options.resend.attempts).unwrap()
     }
 
@@ -128,7 +129,7 @@ impl Rig {
 
     /// Waits until so many rows are answered.
     async fn until_answered(&self, job: &RefCell<Job>, count: u64) {
-        while job.borrow().progress().answered < count {
+        while job.borrow().progress().counts.answered < count {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
@@ -186,8 +187,8 @@ async fn an_output_cut_at_any_byte_is_continued_and_a_whole_one_is_complete() {
     let job = rig.done().await;
     {
         let job = job.borrow();
-        let Progress { published, answered, written, errors, in_flight, resent, duplicates, .. } =
-            job.progress();
+        let Progress { written, counts, .. } = job.progress();
+        let Counts { published, answered, errors, in_flight, resent, duplicates, .. } = *counts;
         assert_eq!((published, answered, written, job.total()), (300, 300, 300, Some(300)));
         assert_eq!((errors, in_flight, resent, duplicates), (0, 0, 0, 0));
     }
@@ -223,7 +224,7 @@ async fn rows_that_share_a_task_are_answered_as_if_alone_beside_a_bad_one() {
         rig.options.rows_per_task = rows_per_task;
         rig.set_workers(embed);
         let job = rig.done().await;
-        assert_eq!(job.borrow().progress().errors, 2);
+        assert_eq!(job.borrow().progress().counts.errors, 2);
         let answers = rig.answers();
         let tokens: u64 = answers.iter().filter_map(|(_, body)| body["usage"]["total_tokens"].as_u64()).sum();
         assert_eq!(tokens, 38, "usage adds up");
@@ -256,10 +257,10 @@ async fn errors_are_counted_and_known_to_a_second_run() {
         (job.output_errors().total(), commonest.map(|it| it.count).collect::<Vec<_>>())
     };
     let job = rig.done().await;
-    assert_eq!((job.borrow().progress().errors, counts(&job.borrow())), (41, (41, vec![40, 1])));
+    assert_eq!((job.borrow().progress().counts.errors, counts(&job.borrow())), (41, (41, vec![40, 1])));
     drop(job);
     let again = rig.open();
-    assert_eq!((again.borrow().progress().errors, counts(&again.borrow())), (0, (41, vec![40, 1])));
+    assert_eq!((again.borrow().progress().counts.errors, counts(&again.borrow())), (0, (41, vec![40, 1])));
     assert!(again.borrow().is_complete());
 }
 
@@ -328,7 +329,7 @@ async fn a_reply_that_never_comes_is_asked_for_again_and_then_an_error_line() {
     assert_eq!(rig.memory.published("tasks").len(), 4, "each of the two twice");
     assert_eq!(rig.answers(), [0, 1].map(|number| (format!("row-{number}"), json!("no_reply"))));
     let job = job.borrow();
-    assert_eq!((job.progress().resent, job.progress().errors), (2, 2));
+    assert_eq!((job.progress().counts.resent, job.progress().counts.errors), (2, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -341,13 +342,13 @@ async fn without_workers_a_job_waits_and_no_attempt_is_spent() {
     let others = async {
         rig.memory.until_published("tasks", 5).await;
         tokio::time::sleep(Duration::from_secs(600)).await;
-        let seen = (job.borrow().progress().consumed, job.borrow().progress().answered);
+        let seen = (job.borrow().progress().counts.consumed, job.borrow().progress().counts.answered);
         assert_eq!(seen, (false, 0));
         rig.set_consumers(1);
         (0..5).for_each(|number| rig.release(&format!("text {number}")));
     };
     let (ended, ()) = tokio::join!(rig.drive(&job, pending()), others);
-    assert!(ended.is_ok() && job.borrow().progress().resent == 0, "{ended:?}");
+    assert!(ended.is_ok() && job.borrow().progress().counts.resent == 0, "{ended:?}");
     assert_eq!(rig.answers(), echoed(5));
 }
 
@@ -361,7 +362,7 @@ async fn a_row_the_broker_never_takes_is_an_error_and_the_others_are_answered() 
             false => embed(body),
         });
         let job = rig.done().await;
-        assert_eq!(job.borrow().progress().errors, 1);
+        assert_eq!(job.borrow().progress().counts.errors, 1);
         for (number, (id, answer)) in rig.answers().into_iter().enumerate() {
             assert_eq!(id, format!("row-{number}"));
             assert_eq!(answer == "refused", number == 7, "{id}: {answer}");

@@ -6,13 +6,10 @@
 
 mod provenance;
 
-use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{self, Write as _};
 use std::num::NonZeroU16;
-use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
@@ -21,8 +18,6 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
-use nix::errno::Errno;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect};
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
@@ -35,19 +30,19 @@ use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::{Answer, truncated_in};
 use crate::client::batch_file::{
-    Batch, CommonFields, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
+    Batch, CommonFields, ErrorCounts, InputRow, OpenBatch, Results, ResumePoint, Rows,
 };
 use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, ClientTask, Sink, TaskMessage};
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Pool, Secret, Sentinels, Settings, python_class_name};
+use crate::config::{Pool, Secret, Settings, python_class_name};
 use crate::launcher::{Host, LaunchSpec, PreparedLauncher};
 use crate::model::LoadError;
 use crate::protocol::batch_line::{self, BatchRequest};
 use crate::protocol::endpoints::TRANSCRIPTIONS_URL;
 use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
-use crate::protocol::{Message, Properties};
+use crate::protocol::{Message, Properties, Sentinels};
 use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
 
@@ -57,17 +52,11 @@ const WINDOW: usize = 4_096;
 const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
 /// The name of the reply queue inside this process.
 const REPLIES: &str = "replies";
-/// The name of a run's folder in the temporary directory begins with this.
-const FOLDER_PREFIX: &str = "sconce-";
-/// The socket of the queue, in that folder.
-const SOCKET: &str = "queue";
 /// How long the last replies may take to be written once all workers have ended.
 const LAST_REPLIES_TIME: Duration = Duration::from_secs(5);
-/// A younger folder may belong to a run that begins.
-const LEFTOVER_AGE: Duration = Duration::from_secs(60);
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
-    let mut settings = settings(arguments, registry)?;
+    let settings = settings(arguments, registry)?;
     start_logging(Some(QUIET))?;
     let with_digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights_digest(pool)?));
     let pools = settings.pools.iter().map(with_digest).collect::<anyhow::Result<Vec<_>>>();
@@ -76,8 +65,6 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         error.exits_with(if is_unavailable { Exit::ModelUnavailable } else { Exit::ModelFailed })
     });
     let pools = pools?;
-    // Now the models' files are on this host.
-    name_by_work(&mut settings.pools, registry);
     // The URL of a line decides which of several pools it is for.
     let registry = &match &settings.pools[..] {
         [_] => registry.clone(),
@@ -85,16 +72,26 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     };
     let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     let batch = batch_of(&arguments.batch, &settings.pools, registry).exits_with(Exit::Usage)?;
-    let OpenBatch { mut results, point, rows } = open_files(&batch, &pools).exits_with(Exit::Usage)?;
+    let OpenBatch { results, point, rows } = open_files(&batch, &pools).exits_with(Exit::Usage)?;
     let total = point.total;
+    let output = Arc::new(Mutex::new(Output {
+        fields: batch.common_fields(Some(&point)),
+        results,
+        done: point.done,
+        errors: 0,
+        all_errors: point.errors.clone(),
+        truncated: 0,
+        tally: arguments.json.then(Tally::default),
+        show: arguments.show.then(|| Show::new(io::stdout())),
+        input_changed: None,
+        bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
+    }));
     if point.done == total {
-        results.sync(true).context("the output")?;
-        return already_complete(arguments, &pool_names, &point, &results.remarks());
+        return conclude(&mut output.lock(), &pool_names, Exit::Done, &point);
     }
 
-    remove_leftovers(&std::env::temp_dir());
-    let folder = std::env::temp_dir().join(format!("{FOLDER_PREFIX}{}", uuid::Uuid::new_v4().simple()));
-    let socket = folder.join(SOCKET);
+    let folder = std::env::temp_dir().join(format!("sconce-{}", uuid::Uuid::new_v4().simple()));
+    let socket = folder.join("queue");
     let mut assignments = registry.plan(&settings, &Host::here())?;
     for assignment in &mut assignments {
         // This run ends its workers by sentinels, whichever kind of sentinels the pool accepts otherwise.
@@ -109,19 +106,6 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         let bound = EmbeddedBroker::bind(&socket, &queues_of(&settings.pools));
         Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).exits_with(Exit::Config)?)
     };
-    let output = Arc::new(Mutex::new(Output {
-        fields: batch.common_fields(Some(&point)),
-        results,
-        done: point.done,
-        errors: 0,
-        all_errors: point.errors.clone(),
-        truncated: 0,
-        tally: arguments.json.then(Tally::default),
-        show: arguments.show.then(|| Show::new(io::stdout())),
-        repeated_ids: None,
-        input_changed: None,
-        bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
-    }));
     let stop = Stop::default();
     let feeder = Feeder {
         socket,
@@ -141,21 +125,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let launched = launching.run(&assignments);
     let exit = run_with_feeder(launched, feeder, settings.launcher.shutdown_grace, &broker, &stop)?;
     queue_runtime.block_on(broker.shutdown());
-    let mut output = output.lock();
-    output.bar.finish_and_clear();
-    conclude(&mut output, &pool_names, exit, &point)
-}
-
-/// Names a pool that the settings do not name by its kind of work, unless another pool has that name. The name is in the
-/// report, in log lines and in replies of this run alone: no queue follows from it.
-fn name_by_work(pools: &mut [Pool], registry: &Registry) {
-    for index in 0..pools.len() {
-        if let Some(work) = registry.misnamed_kind(&pools[index])
-            && pools.iter().all(|pool| pool.name != work)
-        {
-            work.clone_into(&mut pools[index].name);
-        }
-    }
+    conclude(&mut output.lock(), &pool_names, exit, &point)
 }
 
 /// Says that workers will be idle, if there are more of them than recordings: no recording is shared.
@@ -220,69 +190,24 @@ async fn write_last(feeder: JoinHandle<anyhow::Result<()>>, broker: &EmbeddedBro
     }
 }
 
-/// Removes the folders of this user's runs that were killed: those whose socket nobody listens to.
-fn remove_leftovers(temporary: &Path) {
-    // Its owner is that of this process.
-    let Ok(own) = fs::metadata("/proc/self").map(|it| it.uid()) else { return };
-    for folder in fs::read_dir(temporary).into_iter().flatten().flatten() {
-        let is_named = folder.file_name().to_str().is_some_and(|name| name.starts_with(FOLDER_PREFIX));
-        // This is the entry itself: a link is no folder.
-        let is_old_folder = |it: &fs::Metadata| {
-            let age = it.modified().map(|at| at.elapsed().unwrap_or_default());
-            it.is_dir() && it.uid() == own && age.is_ok_and(|age| age > LEFTOVER_AGE)
-        };
-        let socket = folder.path().join(SOCKET);
-        if is_named && folder.metadata().is_ok_and(|it| is_old_folder(&it)) && is_dead(&socket) {
-            let removed = fs::remove_file(&socket).and_then(|()| fs::remove_dir(folder.path()));
-            tracing::debug!(folder = %folder.path().display(), ?removed, "the folder of a run that was killed");
-        }
-    }
-}
-
-/// Whether nobody listens to a socket. Does not wait.
-fn is_dead(socket: &Path) -> bool {
-    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
-    let connected = UnixAddr::new(socket).and_then(|address| {
-        let stream = nix::sys::socket::socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-        connect(stream.as_raw_fd(), &address)
-    });
-    connected == Err(Errno::ECONNREFUSED)
-}
-
-/// Reports an output whose lines are all answered already.
-fn already_complete(
-    arguments: &RunBatch,
-    pools: &str,
-    point: &ResumePoint,
-    remarks: &[String],
-) -> anyhow::Result<Exit> {
-    if arguments.json {
-        print_report(&mut Tally::default(), pools, 0, &point.errors)?;
-    }
-    let (lines, errors) = (point.total, point.errors.total());
-    let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
-    summary += &batch_errors::summary(remarks, false, &point.errors, 0);
-    // A closed stderr does not change the exit code.
-    let _ = io::stderr().write_all(summary.as_bytes());
-    Ok(batch_errors::exit_of(&point.errors))
-}
-
 /// Prints how many lines are answered and whether all are, and chooses the exit code.
 fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
+    output.bar.finish_and_clear();
     output.results.sync(output.done == point.total).context("the output")?;
     let Output { done, errors, all_errors, .. } = output;
     if let Some(tally) = &mut output.tally {
-        print_report(tally, pools, *errors, all_errors)?;
+        let report = serde_json::to_string(&tally.report(pools, *errors, all_errors))?;
+        tolerate_broken_pipe(writeln!(io::stdout(), "{report}"))?;
     }
     let (now, total, before) = (*done - point.done, point.total, point.done);
     let failed = all_errors.total();
-    let mut summary =
-        format!("{now} of {total} lines answered now, {before} before; {failed} with an error\n");
+    let mut summary = if before == total {
+        format!("all {total} lines are answered already; {failed} with an error\n")
+    } else {
+        format!("{now} of {total} lines answered now, {before} before; {failed} with an error\n")
+    };
     let (remarks, names_errors) = (output.results.remarks(), output.results.names_errors());
     summary += &batch_errors::summary(&remarks, names_errors, all_errors, output.truncated);
-    if let Some(repeated) = &output.repeated_ids {
-        let _ = writeln!(summary, "warning: {repeated}");
-    }
     let (is_complete, changed) = (*done == total, output.input_changed.take());
     if !is_complete && changed.is_none() {
         let once = if exit == Exit::ModelFailed { "once the cause is mended, " } else { "" };
@@ -304,16 +229,10 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     })
 }
 
-fn print_report(tally: &mut Tally, pools: &str, errors: u64, all_errors: &ErrorCounts) -> anyhow::Result<()> {
-    let report = tally.report(pools, errors, all_errors);
-    tolerate_broken_pipe(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?))?;
-    Ok(())
-}
-
 /// Opens and locks the output, and finds where to continue. Refuses an output that was made by other models or settings.
 fn open_files(batch: &Batch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<OpenBatch> {
-    if let Some((inputs, output)) = batch.one_output() {
-        check_files(inputs, output)?;
+    if let Batch::Rows { source, output } = batch {
+        check_files(source.paths(), output)?;
     }
     let record = batch.record_of();
     batch.open(|point| {
@@ -394,41 +313,33 @@ fn queues_of(pools: &[Pool]) -> Vec<QueueSpec> {
 }
 
 /// Decides which pool answers a line.
-struct Router {
-    pools: Vec<PoolRoute>,
-    /// A cache of the indices of the pools that answer a URL, by URL. Bound: [`MAX_CACHED_URLS`].
-    by_url: HashMap<String, Arc<[usize]>>,
-    registry: Registry,
-}
+struct Router(Vec<PoolRoute>);
 
 struct PoolRoute {
-    pool: Pool,
+    /// The pool's name.
+    pool: String,
     queue: Arc<str>,
+    /// The URLs that it answers; none: any.
+    urls: Option<Vec<&'static str>>,
     /// The names of its model, without folder or owner.
-    names: Vec<String>,
+    models: Vec<String>,
+    is_python: bool,
 }
-
-/// Maximum number of URLs whose pools are cached. A file usually has a few.
-const MAX_CACHED_URLS: usize = 100;
 
 impl Router {
     fn new(pools: &[Pool], registry: &Registry) -> Self {
-        let of_pool = |pool: &Pool| PoolRoute {
-            pool: pool.clone(),
-            queue: pool.task_queue.as_str().into(),
-            names: pool
-                .served_names
-                .iter()
-                .map(String::as_str)
-                .chain([python_class_name(&pool.model).unwrap_or(&pool.model)])
-                .map(|name| base_name(name).to_owned())
-                .collect(),
+        let of_pool = |pool: &Pool| {
+            let model = python_class_name(&pool.model).unwrap_or(&pool.model);
+            let models = pool.served_names.iter().map(String::as_str).chain([model]);
+            PoolRoute {
+                pool: pool.name.clone(),
+                queue: pool.task_queue.as_str().into(),
+                urls: registry.urls(pool),
+                models: models.map(|name| base_name(name).to_owned()).collect(),
+                is_python: pool.python_class().is_some(),
+            }
         };
-        Self {
-            pools: pools.iter().map(of_pool).collect(),
-            by_url: HashMap::new(),
-            registry: registry.clone(),
-        }
+        Self(pools.iter().map(of_pool).collect())
     }
 
     /// Returns the queue of the pool that answers `url`. If several pools do, chooses the one that the body's `model`
@@ -436,37 +347,25 @@ impl Router {
     ///
     /// # Errors
     /// Several pools are left, and one of them is a class in Python: it may do something else for this URL.
-    fn queue(&mut self, url: &str, body: &[u8]) -> anyhow::Result<Arc<str>> {
-        let pools = match self.by_url.get(url) {
-            Some(cached) => cached.clone(),
-            None => {
-                let answers = |index: &usize| self.registry.answers(&self.pools[*index].pool, url);
-                let answering: Arc<[usize]> = (0..self.pools.len()).filter(answers).collect();
-                if self.by_url.len() < MAX_CACHED_URLS {
-                    self.by_url.insert(url.to_owned(), answering.clone());
-                }
-                answering
-            }
+    fn queue(&self, url: &str, body: &[u8]) -> anyhow::Result<Arc<str>> {
+        let answers = |it: &&PoolRoute| it.urls.as_ref().is_none_or(|urls| urls.contains(&url));
+        let mut fitting: Vec<&PoolRoute> = self.0.iter().filter(answers).collect();
+        let model = if fitting.len() > 1 { model_of(body) } else { None };
+        let is_named = |it: &PoolRoute| {
+            model.as_ref().is_some_and(|model| it.models.iter().any(|name| name == base_name(model)))
         };
-        let model = if pools.len() > 1 { model_of(body) } else { None };
-        let is_named = |index: &&usize| {
-            let names = &self.pools[**index].names;
-            model.as_ref().is_some_and(|model| names.iter().any(|name| name == base_name(model)))
-        };
-        let mut fitting: Vec<usize> = pools.iter().filter(is_named).copied().collect();
-        if fitting.is_empty() {
-            fitting.extend(&*pools);
+        if fitting.iter().any(|it| is_named(it)) {
+            fitting.retain(|it| is_named(it));
         }
-        let is_python = |index: &usize| self.pools[*index].pool.python_class().is_some();
-        if fitting.len() > 1 && fitting.iter().any(is_python) {
-            let names: Vec<_> =
-                fitting.iter().map(|index| format!("{:?}", self.pools[*index].pool.name)).collect();
+        if fitting.len() > 1 && fitting.iter().any(|it| it.is_python) {
+            let names: Vec<_> = fitting.iter().map(|it| format!("{:?}", it.pool)).collect();
             let names = names.join(", ");
             bail!(
                 "the pools {names} answer {url}: name the model of one of them as `model`, or choose one with --pool"
             );
         }
-        Ok(self.pools[fitting.first().copied().unwrap_or(0)].queue.clone())
+        let chosen = fitting.first().copied().or(self.0.first()).context("there is no pool")?;
+        Ok(chosen.queue.clone())
     }
 }
 
@@ -489,15 +388,13 @@ enum Line {
 /// The remaining rows of the input, as tasks.
 fn tasks(
     rows: &mut dyn Rows,
-    mut router: Router,
+    router: Router,
     counts_inputs: bool,
-    ids: &mut RepeatedIds,
 ) -> impl Iterator<Item = anyhow::Result<ClientTask<Line>>> {
     rows.map(move |row| {
         let InputRow { number, request } = row.context("the input")?;
         Ok(match request {
             Ok(BatchRequest { custom_id, url, body }) => {
-                ids.add(&custom_id, number);
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{number}");
                 let queue = router.queue(&url, &body).with_context(|| format!("line {number} of the input"));
@@ -528,8 +425,6 @@ struct Output {
     tally: Option<Tally>,
     /// Writes the texts of answers to stdout, if that is requested.
     show: Option<Show<io::Stdout>>,
-    /// A warning about repeated ids, if there are any.
-    repeated_ids: Option<String>,
     /// A message about how the input has changed since it was counted; known after the last line.
     input_changed: Option<String>,
     bar: ProgressBar,
@@ -635,12 +530,10 @@ impl Feeder {
             (output.done as u64, output.tally.is_some(), output.results.is_ordered())
         };
         let stopped = self.stop.clone();
-        let mut ids = RepeatedIds::default();
-        let tasks = stream::iter(tasks(&mut *rows, self.router, counts_inputs, &mut ids))
+        let tasks = stream::iter(tasks(&mut *rows, self.router, counts_inputs))
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { max_tasks: WINDOW, timeout: None, in_order, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
-        self.output.lock().repeated_ids = ids.warning();
         if self.stop.phase() >= Phase::Returning {
             return Ok(());
         }
@@ -651,37 +544,5 @@ impl Feeder {
             client.publish(queue, Message { properties, body: "null".into() }).await?;
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs::File;
-    use std::os::unix::net::UnixListener;
-    use std::time::SystemTime;
-
-    use super::*;
-
-    #[test]
-    fn the_folders_of_killed_runs_are_removed_and_no_others() {
-        let temporary = tempfile::tempdir().unwrap();
-        let folder = |name: &str, age: u64| {
-            let folder = temporary.path().join(name);
-            fs::create_dir(&folder).unwrap();
-            let listener = UnixListener::bind(folder.join(SOCKET)).unwrap();
-            let at = SystemTime::now() - Duration::from_secs(age);
-            File::open(&folder).unwrap().set_modified(at).unwrap();
-            listener
-        };
-        let _runs = folder("sconce-runs", 600);
-        for (name, age) in [("sconce-killed", 600), ("sconce-young", 1), ("other", 600)] {
-            drop(folder(name, age));
-        }
-        fs::create_dir(temporary.path().join("sconce-no-socket")).unwrap();
-        remove_leftovers(temporary.path());
-        let mut left: Vec<_> =
-            fs::read_dir(temporary.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
-        left.sort();
-        assert_eq!(left, ["other", "sconce-no-socket", "sconce-runs", "sconce-young"]);
     }
 }

@@ -13,7 +13,7 @@ use crate::model::model_name;
 use crate::worker::pool_spec;
 
 /// The version of the record's format; other versions are refused.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// The models, the settings and the input that produced the lines of an output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,7 +24,9 @@ pub struct Provenance {
     pools: Vec<PoolProvenance>,
 }
 
-/// The model and the settings that produced the replies of one pool.
+/// The model of one pool, and those of its settings that decide the content of replies. Other settings decide only when
+/// tasks are computed, or how often a failed one is tried again. The device is left out, because it changes only the last
+/// digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct PoolProvenance {
     /// The model's name as in replies. For a folder, this is the last component of its path. Of a class in Python, also the
@@ -33,27 +35,12 @@ struct PoolProvenance {
     /// The digest of the model's files, or of the file of a class in Python; none for a registered model, because only its
     /// code knows its files.
     weights: Option<String>,
-    settings: ReplySettings,
-}
-
-/// The pool's settings that decide the content of replies. Other settings decide only when tasks are computed, or how
-/// often a failed one is tried again. The device is left out, because it changes only the last digits.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct ReplySettings {
     /// As the settings name it; for "auto" with what the table of this CPU takes first.
     dtype: String,
     max_inputs: usize,
     max_body: u64,
     /// Sorted, because the order has no meaning.
     served_names: Vec<String>,
-    /// None in records of older versions, which did not write it. Such a record is compared without it.
-    #[serde(default)]
-    model: Option<ModelSettings>,
-}
-
-/// The settings of a pool's model.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct ModelSettings {
     task: Option<String>,
     /// The options that decide the content of replies.
     options: Options,
@@ -108,9 +95,7 @@ impl Provenance {
         }
         for (old_pool, new_pool) in self.pools.iter().zip(&new.pools) {
             let pairs = old_pool.properties().into_iter().zip(new_pool.properties());
-            for (old, new) in
-                pairs.filter_map(|(old, new)| Some((old?, new?))).filter(|(old, new)| old != new)
-            {
+            for (old, new) in pairs.filter(|(old, new)| old != new) {
                 old_values.push(old.shown);
                 new_values.push(new.shown);
             }
@@ -140,11 +125,12 @@ impl Provenance {
 
 /// A pool's `dtype`. "auto" means other types on other CPUs, whose results must not be mixed in one file.
 fn recorded_dtype(pool: &Pool) -> String {
-    let name = pool.dtype.name();
-    match pool_spec(pool, "cpu").candidates().first() {
-        Some(first) if first.is_dtype_auto => format!("{name}, on this CPU {} first", first.dtype.name()),
-        _ => name.to_owned(),
+    if let Some(dtype) = pool.dtype {
+        return dtype.name().to_owned();
     }
+    let candidates = pool_spec(pool, "cpu").candidates();
+    let first = candidates.first().map(|first| first.dtype.name()).unwrap_or_default();
+    format!("auto, on this CPU {first} first")
 }
 
 impl PoolProvenance {
@@ -152,33 +138,37 @@ impl PoolProvenance {
         let mut served_names = pool.served_names.clone();
         served_names.sort_unstable();
         served_names.dedup();
-        let Pool { max_inputs, max_body, .. } = *pool;
-        let dtype = recorded_dtype(pool);
         let mut options = pool.options.clone();
         options.retain(|name, _| !CAPACITY_OPTIONS.contains(&name.as_str()));
-        let model = Some(ModelSettings { task: pool.task.clone(), options });
-        let settings = ReplySettings { dtype, max_inputs, max_body, served_names, model };
         let class = pool.python_class().map(|class| class.to_string());
-        let model = class.unwrap_or_else(|| model_name(&pool.model).to_owned());
-        Self { model, weights, settings }
+        Self {
+            model: class.unwrap_or_else(|| model_name(&pool.model).to_owned()),
+            weights,
+            dtype: recorded_dtype(pool),
+            max_inputs: pool.max_inputs,
+            max_body: pool.max_body,
+            served_names,
+            task: pool.task.clone(),
+            options,
+        }
     }
 
-    /// The properties that must not change between runs; none for one that an older record does not tell.
-    fn properties(&self) -> [Option<Property>; 6] {
-        let ReplySettings { dtype, max_inputs, max_body, served_names, model } = &self.settings;
-        let weights = self.weights.as_ref();
-        let digest = weights.map(|sha256| format!(" (files sha256 {sha256:.12})")).unwrap_or_default();
-        let plain = |shown: String| Some(Property { shown, digest: None });
+    /// The properties that must not change between runs.
+    fn properties(&self) -> [Property; 6] {
+        let Self { model, weights, dtype, max_inputs, max_body, served_names, task, options } = self;
+        let digest = weights.as_ref().map(|sha256| format!(" (files sha256 {sha256:.12})"));
+        let (task, options) = (task.as_deref().unwrap_or("auto"), serde_json::to_string(options));
+        let plain = |shown: String| Property { shown, digest: None };
         [
-            Some(Property { shown: format!("model {:?}{digest}", self.model), digest: weights.cloned() }),
+            Property {
+                shown: format!("model {model:?}{}", digest.unwrap_or_default()),
+                digest: weights.clone(),
+            },
             plain(format!("dtype {dtype}")),
             plain(format!("max_inputs {max_inputs}")),
             plain(format!("max_body {max_body} bytes")),
             plain(format!("served_names {served_names:?}")),
-            model.as_ref().and_then(|ModelSettings { task, options }| {
-                let options = serde_json::to_string(options).unwrap_or_default();
-                plain(format!("task {:?} with the options {options}", task.as_deref().unwrap_or("auto")))
-            }),
+            plain(format!("task {task:?} with the options {}", options.unwrap_or_default())),
         ]
     }
 }
@@ -193,16 +183,17 @@ mod tests {
     fn run() -> Provenance {
         let input =
             InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4), parameters: None };
-        let settings = ReplySettings {
+        let pool = PoolProvenance {
+            model: "a".into(),
+            weights: Some("fedcba9876543210".repeat(4)),
             dtype: "f32".to_owned(),
             max_inputs: 8,
             max_body: 1_024,
             served_names: vec![],
-            model: None,
+            task: None,
+            options: Options::new(),
         };
-        let weights = Some("fedcba9876543210".repeat(4));
-        let pools = vec![PoolProvenance { model: "a".into(), weights, settings }];
-        Provenance { format: FORMAT, input, pools }
+        Provenance { format: FORMAT, input, pools: vec![pool] }
     }
 
     struct Output {
@@ -249,14 +240,10 @@ mod tests {
                 "an input of 3 lines (90 bytes, sha256 0123456789ab)",
                 "an input of 3 lines (90 bytes, sha256 ffffffffffff)",
             ),
-            (|it| it.pools[0].settings.dtype = "bf16".to_owned(), "dtype f32", "dtype bf16"),
-            (|it| it.pools[0].settings.max_inputs = 9, "max_inputs 8", "max_inputs 9"),
-            (|it| it.pools[0].settings.max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
-            (
-                |it| it.pools[0].settings.served_names = vec!["x".into()],
-                "served_names []",
-                "served_names [\"x\"]",
-            ),
+            (|it| it.pools[0].dtype = "bf16".to_owned(), "dtype f32", "dtype bf16"),
+            (|it| it.pools[0].max_inputs = 9, "max_inputs 8", "max_inputs 9"),
+            (|it| it.pools[0].max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
+            (|it| it.pools[0].served_names = vec!["x".into()], "served_names []", "served_names [\"x\"]"),
             (|it| it.pools.push(it.pools[0].clone()), "1 pools", "2 pools"),
         ];
         for (alter, then, now) in cases {
@@ -274,11 +261,11 @@ mod tests {
     }
 
     #[test]
-    fn another_option_or_task_is_refused_if_the_record_has_them() {
+    fn another_option_or_task_is_refused() {
         let with = |task: Option<&str>, seed: u64| {
             let mut run = run();
-            let options = Options::from([("seed".to_owned(), seed.into())]);
-            run.pools[0].settings.model = Some(ModelSettings { task: task.map(Into::into), options });
+            run.pools[0].options = Options::from([("seed".to_owned(), seed.into())]);
+            run.pools[0].task = task.map(Into::into);
             run
         };
         let differences = with(None, 1).differences(&with(Some("rerank"), 2));
@@ -286,9 +273,6 @@ mod tests {
         assert_eq!(then, r#"task "auto" with the options {"seed":1}"#);
         assert_eq!(now, r#"task "rerank" with the options {"seed":2}"#);
         assert_eq!(with(None, 1).differences(&with(None, 1)), None);
-        assert_eq!(run().differences(&with(None, 1)), None, "an older record");
-        let older = serde_json::to_string(&run()).unwrap().replace(r#","model":null"#, "");
-        assert_eq!(serde_json::from_str::<Provenance>(&older).unwrap(), run());
     }
 
     #[test]
@@ -305,7 +289,7 @@ mod tests {
         let mut other = run();
         other.pools[0].model = "b".into();
         other.input.lines = 4;
-        other.pools[0].settings.max_inputs = 9;
+        other.pools[0].max_inputs = 9;
         let (then, now) = run().differences(&other).unwrap();
         for (text, model, lines, limit) in [(then, "\"a\"", "3 lines", "8"), (now, "\"b\"", "4 lines", "9")] {
             let limit = format!("max_inputs {limit}");

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 
-use super::figures::{self, age, bar, bytes, count, cut, cut_middle, percent, seconds, short, spark};
+use super::figures::{self, age, bar, bytes, count, cut, cut_middle, percent, seconds, short};
 use super::list::List;
 use crate::client::fleet::{Depth, SlotHistory, Total};
 use crate::protocol::admin::State;
@@ -94,35 +94,27 @@ fn padded(cell: Span<'static>, is_number: bool, width: usize) -> Span<'static> {
     Span::styled(text, cell.style)
 }
 
-/// A row of the table of slots.
-pub(super) struct SlotRow<'a> {
-    pub(super) slot: &'a SlotHistory,
-    /// The highest rate, in tasks per second, of any slot of its pool within the last minute. It scales the sparkline.
-    pub(super) peak: f64,
-}
-
 /// The columns of slots. `longest` is the width of the longest worker's name, and `width` is the width of the screen.
-pub(super) fn slot_columns<'a>(list: &List, longest: usize, width: usize) -> Vec<Column<SlotRow<'a>>> {
-    let mut columns: Vec<Column<SlotRow<'a>>> = vec![
+pub(super) fn slot_columns<'a>(list: &List, longest: usize, width: usize) -> Vec<Column<&'a SlotHistory>> {
+    let mut columns: Vec<Column<&'a SlotHistory>> = vec![
         Column::text("worker", 0, name_width(longest, width), |it, width| {
-            cut_middle(&it.slot.key.worker, width).into()
+            cut_middle(&it.key.worker, width).into()
         }),
-        Column::text("state", 1, 11..=11, |it, _| state(it.slot)),
-        Column::number("age", 6, 6, |it, _| or_dash(it.slot.age_ms.map(age))),
-        Column::number("tasks/s", 3, 8, |it, _| short(it.slot.rates.tasks).into()),
-        Column::text("last minute", 10, 12..=30, |it, width| spark(&it.slot.minute, width, it.peak).cyan()),
-        Column::number("tok/s", 5, 6, |it, _| short(it.slot.rates.tokens).into()),
-        Column::number("busy", 4, 5, |it, _| percent(it.slot.rates.busy).into()),
-        Column::text("", 9, 6..=12, |it, width| bar(it.slot.rates.busy, width).green()),
-        Column::number("fill", 11, 5, |it, _| or_dash(it.slot.rates.fill.map(percent))),
-        Column::number("held", 7, 5, |it, _| count(it.slot.held()).into()),
-        Column::number("queued", 12, 6, |it, _| or_dash(it.slot.rates.queued.map(seconds))),
-        Column::number("compute", 13, 11, |it, _| or_dash(it.slot.rates.compute.map(median_and_p99))),
-        Column::number("err/s", 2, 6, |it, _| errors(it.slot.rates.errors)),
-        Column::number("↻", 8, 3, |it, _| restarts(it.slot.restarts())),
-        Column::text("device", 14, 13..=40, |it, _| it.slot.report.device.clone().into()),
-        Column::number("memory", 15, 9, |it, _| or_dash(it.slot.resident().map(bytes))),
-        Column::text("model", 16, 20..=60, |it, _| it.slot.report.model.clone().into()),
+        Column::text("state", 1, 11..=11, |it, _| state(it)),
+        Column::number("age", 6, 6, |it, _| or_dash(it.age_ms.map(age))),
+        Column::number("tasks/s", 3, 8, |it, _| short(it.rates.tasks).into()),
+        Column::number("tok/s", 5, 6, |it, _| short(it.rates.tokens).into()),
+        Column::number("busy", 4, 5, |it, _| percent(it.rates.busy).into()),
+        Column::text("", 9, 6..=12, |it, width| bar(it.rates.busy, width).green()),
+        Column::number("fill", 11, 5, |it, _| or_dash(it.rates.fill.map(percent))),
+        Column::number("held", 7, 5, |it, _| count(it.held()).into()),
+        Column::number("queued", 12, 6, |it, _| or_dash(it.rates.queued.map(seconds))),
+        Column::number("compute", 13, 11, |it, _| or_dash(it.rates.compute.map(median_and_p99))),
+        Column::number("err/s", 2, 6, |it, _| errors(it.rates.errors)),
+        Column::number("↻", 8, 3, |it, _| restarts(it.restarts())),
+        Column::text("device", 14, 13..=40, |it, _| it.report.device.clone().into()),
+        Column::number("memory", 15, 9, |it, _| or_dash(it.resident().map(bytes))),
+        Column::text("model", 16, 20..=60, |it, _| it.report.model.clone().into()),
     ];
     for column in &mut columns {
         let mark = list.mark(&column.title);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 
-use super::figures::{age, bytes, cut, percent, seconds, wrap};
+use super::figures::{age, bytes, percent, seconds, wrap_at_most};
 use crate::client::fleet::SlotHistory;
 use crate::commands::ctl::span;
 use crate::protocol::stats::Stats;
@@ -24,12 +24,7 @@ pub(super) fn lines(slot: &SlotHistory, columns: usize, now: Instant) -> Vec<Lin
             "problem" | "last failure" => Color::Red,
             _ => Color::Reset,
         });
-        let mut texts = wrap(&text, text_width);
-        if texts.len() > MAX_FACT_LINES {
-            texts.truncate(MAX_FACT_LINES);
-            texts[MAX_FACT_LINES - 1] = cut(&format!("{} …", texts[MAX_FACT_LINES - 1]), text_width);
-        }
-        for (index, text) in texts.into_iter().enumerate() {
+        for (index, text) in wrap_at_most(&text, text_width, MAX_FACT_LINES).into_iter().enumerate() {
             let name = format!("{:<NAME_WIDTH$}", if index == 0 { name } else { "" });
             lines.push(Line::from(vec![name.dim(), Span::styled(text, style)]));
         }

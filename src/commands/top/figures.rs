@@ -54,22 +54,6 @@ pub(super) fn bar(share: f64, width: usize) -> String {
     format!("{full:<width$}")
 }
 
-/// A sparkline of the rates in the seconds of a minute. Each column shows the mean rate of its seconds, as a share of
-/// `peak`; the newest is at the right. A column without a known rate is blank.
-pub(super) fn spark(minute: &[Option<f64>], width: usize, peak: f64) -> String {
-    const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-    let missing = 60_usize.saturating_sub(minute.len());
-    let character = |column: usize| {
-        let from = column * 60 / width;
-        let to = ((column + 1) * 60 / width).max(from + 1);
-        let seconds = (from..to).filter_map(|second| *minute.get(second.checked_sub(missing)?)?);
-        let (sum, known) = seconds.fold((0.0, 0), |(sum, known), rate| (sum + rate, known + 1));
-        let share = sum / f64::from(known.max(1)) / peak.max(f64::MIN_POSITIVE);
-        if known == 0 { ' ' } else { LEVELS[((share * 7.0).ceil() as usize).min(7)] }
-    };
-    (0..width).map(character).collect()
-}
-
 /// The width of a text, in columns of the terminal.
 pub(super) fn width(text: &str) -> usize {
     Span::raw(text).width()
@@ -116,6 +100,16 @@ pub(super) fn wrap(text: &str, columns: usize) -> Vec<String> {
             }
         }
         lines.extend(Some(line).filter(|line| !line.is_empty()));
+    }
+    lines
+}
+
+/// As [`wrap`], but at most `max_lines` lines. The last line of a text that has more ends with `…`.
+pub(super) fn wrap_at_most(text: &str, columns: usize, max_lines: usize) -> Vec<String> {
+    let mut lines = wrap(text, columns);
+    if lines.len() > max_lines {
+        lines.truncate(max_lines);
+        lines[max_lines - 1] = cut(&format!("{} …", lines[max_lines - 1]), columns);
     }
     lines
 }

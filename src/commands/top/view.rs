@@ -1,7 +1,6 @@
 //! Draws the screen, from top to bottom: totals, trouble, pools, slots, the detail of the selected slot, and a line
 //! with the keys or a question. The help is drawn on top of it. No line is wider than the screen.
 
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 use ratatui::Frame;
@@ -10,9 +9,9 @@ use ratatui::style::{Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Paragraph};
 
-use super::columns::{Bounds, SlotRow, errors, fit, lines, pool_columns, slot_columns};
+use super::columns::{Bounds, errors, fit, lines, pool_columns, slot_columns};
 use super::detail;
-use super::figures::{cut, short, width, wrap};
+use super::figures::{cut, short, width, wrap_at_most};
 use super::screen::Screen;
 use crate::client::fleet::{SlotHistory, Total, totals};
 use crate::commands::ctl::span;
@@ -25,7 +24,7 @@ const MIN_SLOT_LINES: u16 = 6;
 /// The style of stale data: dim, without colours.
 const DIM: Style = Style::new().add_modifier(Modifier::DIM);
 
-const HELP: [&str; 22] = [
+const HELP: [&str; 21] = [
     "↑↓ j k       select a slot; PgUp PgDn Home End",
     "Enter →      detail: model, memory, last failure, tasks on the device",
     "s S          sort by the next column, reverse the order",
@@ -36,7 +35,6 @@ const HELP: [&str; 22] = [
     "work         slots that take tasks, of all slots",
     "age          since the worker was ready",
     "tasks/s …    rates are means of the last three seconds",
-    "last minute  tasks/s, on the scale of the pool's fastest slot",
     "busy         share of the time in which the device computed",
     "fill         mean tokens of a batch, as a share of the most allowed",
     "held         tasks delivered and not yet settled",
@@ -134,12 +132,7 @@ fn fitted(parts: Vec<(u8, Span<'static>)>, columns: usize) -> Line<'static> {
 /// Why data cannot be read, in at most two lines.
 fn trouble(screen: &Screen, columns: usize) -> Vec<Line<'static>> {
     let Some(text) = screen.trouble.as_ref().or(screen.history.error.as_ref()) else { return Vec::new() };
-    let mut texts = wrap(text, columns);
-    if texts.len() > 2 {
-        texts.truncate(2);
-        texts[1] = cut(&format!("{} …", texts[1]), columns);
-    }
-    texts.into_iter().map(|text| Line::from(text).red().bold()).collect()
+    wrap_at_most(text, columns, 2).into_iter().map(|text| Line::from(text).red().bold()).collect()
 }
 
 fn pool_table(frame: &mut Frame<'_>, area: Rect, totals: &[Total], is_stale: bool) {
@@ -169,13 +162,10 @@ fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool
     let lowest_offset = (selected + 1).saturating_sub(room);
     *offset = (*offset).clamp(lowest_offset, selected).min(slots.len().saturating_sub(room));
     let longest = slots.iter().map(|slot| width(&slot.key.worker)).max().unwrap_or_default();
-    let peaks = peaks(slots.iter().copied());
-    let peak = |slot: &SlotHistory| peaks.get(slot.report.pool.as_str()).copied().unwrap_or_default();
-    let shown: Vec<SlotRow<'_>> =
-        slots.iter().skip(*offset).take(room).map(|slot| SlotRow { slot, peak: peak(slot) }).collect();
+    let shown: Vec<&SlotHistory> = slots.iter().copied().skip(*offset).take(room).collect();
     let (header, rows) = lines(&slot_columns(&screen.list, longest, columns), &shown, columns);
-    let styled = |(row, (index, line)): (&SlotRow<'_>, (usize, Line<'static>))| {
-        let line = if is_stale || row.slot.missing_since.is_some() { dim(line) } else { line };
+    let styled = |(slot, (index, line)): (&&SlotHistory, (usize, Line<'static>))| {
+        let line = if is_stale || slot.missing_since.is_some() { dim(line) } else { line };
         if *offset + index == selected { line.reversed() } else { line }
     };
     let rows: Vec<Line<'static>> = shown.iter().zip(rows.into_iter().enumerate()).map(styled).collect();
@@ -190,16 +180,6 @@ fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool
         String::new()
     };
     block(frame, area, rule(&title, &position, columns), Some(header), rows);
-}
-
-/// For each pool the highest rate, in tasks per second, of any of its slots within the last minute.
-fn peaks<'a>(slots: impl Iterator<Item = &'a SlotHistory>) -> BTreeMap<&'a str, f64> {
-    let mut peaks = BTreeMap::new();
-    for slot in slots {
-        let peak: &mut f64 = peaks.entry(slot.report.pool.as_str()).or_default();
-        *peak = slot.minute.iter().flatten().copied().fold(*peak, f64::max);
-    }
-    peaks
 }
 
 fn dim(line: Line<'static>) -> Line<'static> {

@@ -4,7 +4,7 @@
 use super::*;
 use crate::broker::Published;
 use crate::broker::memory::Reaction;
-use crate::protocol::Value as Field;
+use crate::protocol::{Sentinels, Value as Field};
 
 const TRACE: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
@@ -276,12 +276,12 @@ async fn a_sentinel_is_a_type_or_a_null_body_and_nothing_else_is_one() {
 async fn where_the_settings_say_so_a_null_or_any_sentinel_stops_nobody() {
     let null = || Message { body: "null".into(), ..input(json!(1)) };
     let typed = || with(input(json!(1)), |it| it.kind = Some("control.shutdown".into()));
-    let rig = Rig::start("echo", |assignment| assignment.pool.sentinels = config::Sentinels::Type);
+    let rig = Rig::start("echo", |assignment| assignment.pool.sentinels = Sentinels::Type);
     assert_eq!(id(&reply(&rig, null()).await), "id", "it is a task");
     assert_eq!(status(&reply(&rig, input(json!(1))).await), 200);
     rig.memory.deliver([typed()]);
     assert_eq!(rig.join().await.0.unwrap(), Ended::OnRequest);
-    let rig = Rig::start("echo", |assignment| assignment.pool.sentinels = config::Sentinels::None);
+    let rig = Rig::start("echo", |assignment| assignment.pool.sentinels = Sentinels::None);
     let letter = next(&rig, DEAD, typed()).await;
     assert_eq!(header(&letter, "reason"), "unknown_control");
     assert_eq!(id(&reply(&rig, null()).await), "id");

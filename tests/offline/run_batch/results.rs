@@ -143,7 +143,7 @@ fn a_model_without_vectors_is_refused_for_a_matrix_before_or_at_its_first_reply(
     let rig = Rig::new(&(0..3).map(|n| line(&format!("r-{n}"), json!({"input": "a"}))).collect::<Vec<_>>());
     let whisper = fixture("whisper-random").display().to_string();
     for (model, words) in [
-        (whisper.as_str(), "x.npy takes vectors, and the model of pool \"transcribe\" gives none"),
+        (whisper.as_str(), "x.npy takes vectors, and the model of pool \"embed\" gives none"),
         // Nobody knows what this one answers.
         ("echo", "it takes vectors, and the reply to \"r-0\" has none"),
     ] {

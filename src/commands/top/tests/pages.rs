@@ -49,9 +49,7 @@ fn row(lines: &[String], text: &str) -> usize {
 #[test]
 fn all_sort_columns_and_the_error_rate_are_shown_aligned_at_every_size() {
     let (screen, now) = at_work();
-    for (size, more) in
-        SIZES.into_iter().zip([&[][..], &["fill", "queued", "last minute"], &["compute", "device"]])
-    {
+    for (size, more) in SIZES.into_iter().zip([&[][..], &["fill", "queued"], &["compute", "device"]]) {
         let (lines, _) = page(&screen, size, now);
         let header = &lines[row(&lines, "worker▲")];
         for title in SORTS.iter().map(|(title, _)| title).chain(more) {

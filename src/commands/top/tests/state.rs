@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent};
 
 use super::super::columns::{Bounds, fit};
-use super::super::figures::{age, bar, count, cut, cut_middle, short, spark, width, wrap};
+use super::super::figures::{age, bar, count, cut, cut_middle, short, wrap};
 use super::super::list::SORTS;
 use super::super::screen::{Action, Screen};
 use super::*;
@@ -132,7 +132,4 @@ fn numbers_and_texts_fit_their_column_widths() {
     assert_eq!(cut_middle("gpu1.example.com/embed/0", 13), "gpu1.e…mbed/0");
     assert_eq!(wrap("one two\nthree 日本語", 5), ["one", "two", "three", "日本", "語"]);
     assert_eq!((bar(0.5, 3), bar(2.0, 2)), ("█▌ ".to_owned(), "██".to_owned()));
-    let minute: Vec<Option<f64>> = (0..40).map(|second| Some(f64::from(second / 10))).collect();
-    assert_eq!(spark(&minute, 6, 3.0), "  ▁▄▆█");
-    assert!([spark(&[], 7, 0.0), spark(&minute, 60, 0.0)].map(|text| width(&text)) == [7, 60]);
 }
