@@ -73,22 +73,9 @@ pub fn to_ascii_digit(c: char) -> char {
     char::from_digit(place, 10).unwrap_or(c)
 }
 
-/// Numbers in circles and the like that NFKC does not turn into digits: the first and last of a run, and the first
-/// number.
-const ENCLOSED: [(char, char, u32); 8] = [
-    ('⓫', '⓴', 11),
-    ('⓵', '⓾', 1),
-    ('⓿', '⓿', 0),
-    ('❶', '❿', 1),
-    ('➀', '➉', 1),
-    ('➊', '➓', 1),
-    ('🄋', '🄋', 0),
-    ('🄌', '🄌', 0),
-];
-
 /// The text with ASCII digits: for decimal digits of other scripts and lowered digits, and for numbers in circles, in
-/// brackets and with a period, which become words of their own. Raised digits, Roman numerals, and the fractions that
-/// the tables have, stay.
+/// brackets and with a period, which become words of their own. The characters of Roman numerals become letters. Raised
+/// digits, and the fractions that the tables have, stay.
 pub fn with_ascii_digits(text: &str) -> Cow<'_, str> {
     if text.is_ascii() {
         return Cow::Borrowed(text);
@@ -100,7 +87,7 @@ pub fn with_ascii_digits(text: &str) -> Cow<'_, str> {
             '٬' => result.push(','),
             '⁄' => result.push('/'),
             '٪' | '％' => result.push('%'),
-            '₀'..='₉' => result.extend(c.nfkc()),
+            '₀'..='₉' | 'Ⅰ'..='ⅿ' => result.extend(c.nfkc()),
             _ if c.is_ascii() || !c.is_numeric() => result.push(c),
             _ if is_decimal(c) => result.push(to_ascii_digit(c)),
             _ => match enclosed(c) {
@@ -114,14 +101,6 @@ pub fn with_ascii_digits(text: &str) -> Cow<'_, str> {
 
 /// The number of a character that encloses it, or a fraction.
 fn enclosed(c: char) -> Option<String> {
-    if let Some((first, _, number)) =
-        ENCLOSED.into_iter().find(|(first, last, _)| (*first..=*last).contains(&c))
-    {
-        return Some((number + u32::from(c) - u32::from(first)).to_string());
-    }
-    if ('㉈'..='㉏').contains(&c) {
-        return Some((10 * (u32::from(c) - 0x3247)).to_string());
-    }
     if "½¼¾⁰¹²³⁴⁵⁶⁷⁸⁹".contains(c) {
         return None;
     }

@@ -74,6 +74,22 @@ pub struct Word<'a> {
     pub is_head: bool,
 }
 
+/// What decides how an entry of a dictionary is read.
+#[derive(Clone, Copy)]
+struct Context<'a> {
+    /// The part of speech; empty if it is not known.
+    tag: &'a str,
+    /// How the stress is changed.
+    change: Option<Change>,
+    /// What follows. None inside a number.
+    ahead: Option<Ahead>,
+}
+
+impl Context<'_> {
+    /// That of a word of which nothing is known.
+    const NONE: Self = Self { tag: "", change: None, ahead: None };
+}
+
 pub struct Lexicon {
     gold: Dictionary,
     silver: Dictionary,
@@ -159,7 +175,7 @@ impl Lexicon {
             (true, true) => Some(Change::Mark),
             (true, false) => Some(Change::Strengthen),
         };
-        match self.word(text, word.tag, change, ahead) {
+        match self.word(text, Context { tag: word.tag, change, ahead: Some(ahead) }) {
             Some(phonemes) => {
                 let unit = word.currency.and_then(currency).and_then(|[unit, _]| self.plural(unit));
                 Some(unit.map_or(phonemes.clone(), |unit| format!("{phonemes} {unit}")))
@@ -169,17 +185,16 @@ impl Lexicon {
         }
     }
 
-    fn word(&self, word: &str, tag: &str, change: Option<Change>, ahead: Ahead) -> Option<String> {
+    fn word(&self, word: &str, context: Context) -> Option<String> {
         if word.bytes().any(|c| c.is_ascii_digit()) {
             return None;
         }
-        if let Some(phonemes) = self.special(word, tag, change, ahead) {
+        if let Some(phonemes) = self.special(word, context) {
             return Some(phonemes);
         }
-        let lower = self.readable_in_lower_case(word, tag, change, ahead);
+        let lower = self.readable_in_lower_case(word, context);
         let word = lower.as_deref().unwrap_or(word);
-        let known =
-            |word: &str| self.is_known(word).then(|| self.look_up(word, Some(tag), change, Some(ahead)));
+        let known = |word: &str| self.is_known(word).then(|| self.look_up(word, context));
         if let Some(phonemes) = known(word) {
             return phonemes;
         }
@@ -189,24 +204,18 @@ impl Lexicon {
                 return phonemes;
             }
         }
-        let change_for_ing = change.or(Some(Change::Mark));
-        self.with_s(word, Some(tag), change, Some(ahead))
-            .or_else(|| self.with_ed(word, tag, change, ahead))
-            .or_else(|| self.with_ing(word, tag, change_for_ing, ahead))
+        let for_ing = Context { change: context.change.or(Some(Change::Mark)), ..context };
+        self.with_s(word, context)
+            .or_else(|| self.with_ed(word, context))
+            .or_else(|| self.with_ing(word, for_ing))
     }
 
     /// The word in lower case if it is in capitals or capitalized, and only known so.
-    fn readable_in_lower_case(
-        &self,
-        word: &str,
-        tag: &str,
-        change: Option<Change>,
-        ahead: Ahead,
-    ) -> Option<String> {
+    fn readable_in_lower_case(&self, word: &str, context: Context) -> Option<String> {
         let letters = |word: &str| {
             word.bytes().all(|c| c.is_ascii_alphabetic() || c == b'\'') && word.bytes().any(|c| c != b'\'')
         };
-        if word.len() < 2 || !has_upper(word) || !letters(word) || tag == "NNP" && word.len() <= 7 {
+        if word.len() < 2 || !has_upper(word) || !letters(word) || context.tag == "NNP" && word.len() <= 7 {
             return None;
         }
         if has_lower(word) && has_upper(&word[1..]) || self.gold.has(word) || self.silver.has(word) {
@@ -215,23 +224,27 @@ impl Lexicon {
         let lower = word.to_ascii_lowercase();
         let readable = self.gold.has(&lower)
             || self.silver.has(&lower)
-            || self.with_s(&lower, Some(tag), change, Some(ahead)).is_some_and(|p| !p.is_empty())
-            || self.with_ed(&lower, tag, change, ahead).is_some_and(|p| !p.is_empty())
-            || self.with_ing(&lower, tag, change, ahead).is_some_and(|p| !p.is_empty());
+            || self.with_s(&lower, context).is_some_and(|p| !p.is_empty())
+            || self.with_ed(&lower, context).is_some_and(|p| !p.is_empty())
+            || self.with_ing(&lower, context).is_some_and(|p| !p.is_empty());
         readable.then_some(lower)
     }
 
     /// Words with rules of their own.
-    fn special(&self, word: &str, tag: &str, change: Option<Change>, ahead: Ahead) -> Option<String> {
+    fn special(&self, word: &str, context: Context) -> Option<String> {
+        let Context { tag, change, ahead } = context;
+        let ahead = ahead.unwrap_or_default();
+        let plain = Context { tag: "", change: None, ..context };
+        let weak = Context { change: Some(Change::Weaken), ..plain };
         let entry = |word: &str, tag: &str| match self.gold.get(word)? {
             Entry::One(phonemes) => Some(phonemes.to_string()),
             Entry::ByTag(tags) => tags.get(tag).cloned().flatten().map(String::from),
         };
         let noun = tag.starts_with("NN");
         let phonemes = match word {
-            "." if tag == "ADD" => return self.look_up("dot", None, Some(Change::Weaken), Some(ahead)),
-            "/" if tag == "ADD" => return self.look_up("slash", None, Some(Change::Weaken), Some(ahead)),
-            "%" | "&" | "+" | "@" => return self.look_up(symbol(word)?, None, None, Some(ahead)),
+            "." if tag == "ADD" => return self.look_up("dot", weak),
+            "/" if tag == "ADD" => return self.look_up("slash", weak),
+            "%" | "&" | "+" | "@" => return self.look_up(symbol(word)?, plain),
             _ if is_dotted(word) => return self.spelled(word),
             "a" | "A" => {
                 if tag == "DT" {
@@ -268,7 +281,7 @@ impl Lexicon {
                 }
             }
             _ if tag == "IN" && (word.eq_ignore_ascii_case("vs") || word.eq_ignore_ascii_case("vs.")) => {
-                return self.look_up("versus", None, None, Some(ahead));
+                return self.look_up("versus", plain);
             }
             "used" | "Used" | "USED" => {
                 let past = matches!(tag, "VBD" | "JJ") && ahead.to;
@@ -298,24 +311,18 @@ impl Lexicon {
     }
 
     /// The phonemes of a word in a dictionary; those of its letters if it is in none.
-    fn look_up(
-        &self,
-        word: &str,
-        tag: Option<&str>,
-        change: Option<Change>,
-        ahead: Option<Ahead>,
-    ) -> Option<String> {
+    fn look_up(&self, word: &str, Context { tag, change, ahead }: Context) -> Option<String> {
         let in_capitals = !has_lower(word) && !self.gold.has(word);
         let lower = in_capitals.then(|| word.to_ascii_lowercase());
         let word = lower.as_deref().unwrap_or(word);
-        let is_name = in_capitals && tag == Some("NNP");
+        let is_name = in_capitals && tag == "NNP";
         let entry = self.gold.get(word).or_else(|| if is_name { None } else { self.silver.get(word) });
         let phonemes = entry.and_then(|entry| match entry {
             Entry::One(phonemes) => Some(phonemes),
             Entry::ByTag(tags) => {
                 let at_a_pause = ahead.is_some_and(|ahead| ahead.vowel.is_none());
                 let by_pause = if at_a_pause { tags.get("None") } else { None };
-                let by_tag = || tag.and_then(|tag| tags.get(tag).or_else(|| tags.get(class(tag))));
+                let by_tag = || tags.get(tag).or_else(|| tags.get(class(tag)));
                 by_pause.or_else(by_tag).or_else(|| tags.get("DEFAULT"))?.as_ref()
             }
         });
@@ -382,17 +389,11 @@ impl Lexicon {
     }
 
     fn plural(&self, word: &str) -> Option<String> {
-        self.with_s(&format!("{word}s"), None, None, None)
+        self.with_s(&format!("{word}s"), Context::NONE)
     }
 
     /// The phonemes of a word that consists of a known stem and the ending -s.
-    fn with_s(
-        &self,
-        word: &str,
-        tag: Option<&str>,
-        change: Option<Change>,
-        ahead: Option<Ahead>,
-    ) -> Option<String> {
+    fn with_s(&self, word: &str, context: Context) -> Option<String> {
         let stem = word.strip_suffix('s').filter(|stem| stem.len() > 1)?;
         let without = |ending: usize| word.get(..word.len() - ending).unwrap_or_default();
         let ies = word.len() > 4 && word.ends_with("ies");
@@ -404,20 +405,20 @@ impl Lexicon {
         } else {
             Some(format!("{}y", without(3))).filter(|stem| ies && self.is_known(stem))?
         };
-        self.add_s(&self.look_up(&stem, tag, change, ahead)?)
+        self.add_s(&self.look_up(&stem, context)?)
     }
 
-    fn with_ed(&self, word: &str, tag: &str, change: Option<Change>, ahead: Ahead) -> Option<String> {
+    fn with_ed(&self, word: &str, context: Context) -> Option<String> {
         let stem = word.strip_suffix('d').filter(|stem| stem.len() > 2)?;
         let short = || {
             let stem = stem.strip_suffix('e').filter(|stem| stem.len() > 2 && !stem.ends_with('e'));
             stem.filter(|stem| self.is_known(stem))
         };
         let stem = if !stem.ends_with('d') && self.is_known(stem) { stem } else { short()? };
-        self.add_ed(&self.look_up(stem, Some(tag), change, Some(ahead))?)
+        self.add_ed(&self.look_up(stem, context)?)
     }
 
-    fn with_ing(&self, word: &str, tag: &str, change: Option<Change>, ahead: Ahead) -> Option<String> {
+    fn with_ing(&self, word: &str, context: Context) -> Option<String> {
         let stem = word.strip_suffix("ing").filter(|stem| stem.len() > 1)?;
         let stem = if stem.len() > 2 && self.is_known(stem) {
             stem.to_owned()
@@ -428,7 +429,7 @@ impl Lexicon {
             let doubled = stem.len() > 2 && self.doubled.is_match(word) && self.is_known(single);
             Some(single.to_owned()).filter(|_| doubled)?
         };
-        self.add_ing(&self.look_up(&stem, Some(tag), change, Some(ahead))?)
+        self.add_ing(&self.look_up(&stem, context)?)
     }
 
     /// The phonemes of a number, perhaps with a suffix such as "th" or "s". A number inside a chunk of text is read
@@ -442,11 +443,9 @@ impl Lexicon {
         };
         let mut result = Vec::new();
         let mut say = |words: &str| {
-            for word in
-                words.split(|c: char| !c.is_ascii_lowercase()).filter(|w| !w.is_empty() && *w != "and")
-            {
+            for word in spoken(words) {
                 let change = (word == "point").then_some(Change::Remove);
-                result.extend(self.look_up(word, None, change, None));
+                result.extend(self.look_up(word, Context { change, ..Context::NONE }));
             }
         };
         if is_negative {
@@ -466,8 +465,9 @@ impl Lexicon {
                 [_, b'0', b'0'] => say(&numbers::cardinal(&plain)),
                 [_, b'0', _] => {
                     say(&numbers::cardinal(&plain[..1]));
-                    result.extend(self.look_up("O", None, Some(Change::Remove), None));
-                    result.extend(self.look_up(&numbers::cardinal(&plain[2..]), None, None, None));
+                    let unstressed = Context { change: Some(Change::Remove), ..Context::NONE };
+                    result.extend(self.look_up("O", unstressed));
+                    result.extend(self.look_up(&numbers::cardinal(&plain[2..]), Context::NONE));
                 }
                 [_, _, _] => {
                     say(&numbers::cardinal(&plain[..1]));
@@ -511,15 +511,11 @@ impl Lexicon {
         };
         let mut result = Vec::new();
         for (index, (part, unit)) in parts.iter().enumerate() {
-            let mut say = |word: &str| result.extend(self.look_up(word, None, None, None));
+            let mut say = |word: &str| result.extend(self.look_up(word, Context::NONE));
             if index > 0 {
                 say("and");
             }
-            let words = numbers::cardinal(part);
-            words
-                .split(|c: char| !c.is_ascii_lowercase())
-                .filter(|w| !w.is_empty() && *w != "and")
-                .for_each(&mut say);
+            spoken(&numbers::cardinal(part)).for_each(&mut say);
             if *part == "1" || *unit == "pence" {
                 say(unit);
             } else {
@@ -528,6 +524,11 @@ impl Lexicon {
         }
         result
     }
+}
+
+/// The words of a number that are read: all but "and".
+fn spoken(words: &str) -> impl Iterator<Item = &str> {
+    words.split(|c: char| !c.is_ascii_lowercase()).filter(|word| !word.is_empty() && *word != "and")
 }
 
 fn changed(phonemes: &str, change: Option<Change>) -> String {

@@ -20,9 +20,6 @@ const SCALES: &str = "hundred|thousand|million|billion|trillion";
 
 /// Digits as superscripts.
 const RAISED: &str = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-/// The characters of Roman numerals.
-const ROMAN_CHARACTERS: &str = "Ⅰ-ↂↅ-ↈ";
-
 /// A match of a rule.
 struct Found<'a> {
     groups: Captures<'a>,
@@ -254,20 +251,12 @@ fn rules(tables: &Tables) -> Vec<(String, Rewrite)> {
         }),
         (format!(r"(^|[^{WORD}+])\+(\d)"), |_, _| Some("plus ".to_owned())),
     ];
-    numerals(tables).into_iter().chain(first).chain(abbreviated).chain(rest).collect()
+    raised().into_iter().chain(first).chain(abbreviated).chain(rest).collect()
 }
 
-/// The rules for characters that are Roman numerals or raised digits.
-fn numerals(tables: &Tables) -> Vec<(String, Rewrite)> {
-    let ranked = one_of(&tables.roman_ordinal);
+/// The rules for raised digits.
+fn raised() -> Vec<(String, Rewrite)> {
     vec![
-        (format!("(^|[^{WORD}])({ranked}) ([{ROMAN_CHARACTERS}]+)()"), |_, found| {
-            let n = roman(&found.group(3).nfkc().collect::<String>())?;
-            Some(format!("{} the {} ", found.group(2), ordinal(&n.to_string())))
-        }),
-        (format!("(^|[^{ROMAN_CHARACTERS}])([{ROMAN_CHARACTERS}]+)()"), |_, found| {
-            roman(&found.group(2).nfkc().collect::<String>()).map(|n| format!(" {n} "))
-        }),
         // A power follows a digit, a bracket or a single letter. Other raised numbers are notes. The symbols ² and ³
         // have words in the tables.
         (format!(r"((?:^|[^\p{{L}}])\p{{L}}|[\d)])([⁺⁻]?[{RAISED}]+)()"), |_, found| {
@@ -375,15 +364,10 @@ fn roman(numeral: &str) -> Option<usize> {
     let value = |c| match c {
         'I' => 1,
         'V' => 5,
-        'ↅ' => 6,
         'X' => 10,
-        'L' | 'ↆ' => 50,
+        'L' => 50,
         'C' => 100,
         'D' => 500,
-        'ↁ' => 5_000,
-        'ↂ' => 10_000,
-        'ↇ' => 50_000,
-        'ↈ' => 100_000,
         _ => 1000,
     };
     let values: Vec<usize> = numeral.to_uppercase().chars().map(value).collect();

@@ -227,24 +227,8 @@ fn decimal_digits_of_all_scripts_are_read() {
 
 #[test]
 fn numbers_in_circles_and_the_like_are_read() {
-    let runs = [
-        "①⑳",
-        "⑴⒇",
-        "⒈⒛",
-        "⓫⓴",
-        "❶❿",
-        "➀➉",
-        "➊➓",
-        "⓵⓾",
-        "㉑㉟",
-        "㊱㊿",
-        "⓪⓪",
-        "⓿⓿",
-        "🄋🄋",
-        "Ⅰ\u{216b}",
-        "ⅰ\u{217b}",
-    ];
-    for (run, first) in runs.into_iter().zip([1, 1, 1, 11, 1, 1, 1, 1, 21, 36, 0, 0, 0, 1, 1]) {
+    let runs = ["①⑳", "⑴⒇", "⒈⒛", "㉑㉟", "㊱㊿", "⓪⓪"];
+    for (run, first) in runs.into_iter().zip([1, 1, 1, 21, 36, 0]) {
         let (start, end) = (run.chars().next().unwrap(), run.chars().next_back().unwrap());
         for (number, c) in (first..).zip(start..=end) {
             assert_same_phonemes(&format!("I see {c} cats"), &format!("I see {number} cats"));

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{GpuUnits, forward_error, open};
 use crate::config::Dtype;
+use crate::model::random::splitmix64;
 use crate::model::{ForwardError, LoadError, Unfit};
 
 /// The smallest number of rows of the matrices. It is used on a CPU, where a product should take a fraction of a
@@ -112,9 +113,10 @@ struct KnownMatrices {
 impl KnownMatrices {
     /// Numbers from -`largest` to `largest`.
     fn new(rows: usize, largest: i32) -> Self {
-        let mut numbers = Numbers(1);
-        let mut matrix = || (0..rows * rows).map(|_| numbers.next_within(largest)).collect();
-        Self { rows, left: matrix(), right: matrix() }
+        let number = |index: usize| (splitmix64(index as u64) >> 33) as i32 % (2 * largest + 1) - largest;
+        let count = rows * rows;
+        let matrix = |first: usize| (first..first + count).map(number).collect();
+        Self { rows, left: matrix(0), right: matrix(count) }
     }
 
     /// Two known matrices, and their product computed by the device. They have fewer rows if the device has no memory
@@ -162,8 +164,7 @@ impl KnownMatrices {
     /// random x. A row with one wrong number is always found, since no number of x is 0. A row with several wrong
     /// numbers is missed with a probability of 1 in 2²⁰.
     fn wrong_rows(&self, product: &[f32]) -> Vec<usize> {
-        let mut numbers = Numbers(2);
-        let x: Vec<i64> = (0..self.rows).map(|_| (numbers.next() >> 44) as i64 + 1).collect();
+        let x: Vec<i64> = (0..self.rows).map(|row| (splitmix64(!(row as u64)) >> 44) as i64 + 1).collect();
         let times_x = |row: &[i32]| row.iter().zip(&x).map(|(a, x)| i64::from(*a) * x).sum();
         let right_x: Vec<i64> = self.right.chunks_exact(self.rows).map(times_x).collect();
         let expected = self
@@ -236,23 +237,6 @@ fn check_rate(reached: f64, peak: f64, min_speed: f64) -> Result<(), String> {
         peak / 1e9,
         min_speed * 100.0,
     ))
-}
-
-/// Xorshift: pseudo-random numbers that are the same at each start.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    /// The next number, from -`largest` to `largest`.
-    fn next_within(&mut self, largest: i32) -> i32 {
-        (self.next() >> 33) as i32 % (2 * largest + 1) - largest
-    }
 }
 
 #[cfg(test)]

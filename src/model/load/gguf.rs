@@ -10,20 +10,23 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value, VersionedMagic};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use half::{bf16, f16};
 use memmap2::Mmap;
 
-use super::finite;
-use super::weights::map_file;
+use super::weights::{map_file, not_finite_problem};
 use crate::model::LoadError;
 use crate::model::ops::{Group, Matrix, NumberFormat};
 
 /// The number types that are read.
 const READ_TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q2_K to Q6_K";
 
-/// Tensors' names are shorter in every file that llama.cpp reads.
-const MAX_NAME_BYTES: usize = 64;
+/// The names of types in llama.cpp, by their numbers from [`FIRST_NAMED`] on. Empty: llama.cpp no longer has the type.
+const TYPE_NAMES: [&str; 26] = [
+    "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64",
+    "F64", "IQ1_M", "BF16", "", "", "", "TQ1_0", "TQ2_0", "", "", "", "MXFP4", "NVFP4", "Q1_0",
+];
+const FIRST_NAMED: usize = 16;
 
 /// Most values that are read of a file's metadata. Those of a vocabulary of 262,144 tokens and 515,000 merges are 2.1 million.
 /// The library needs up to 87 bytes of memory for each: 365 MB.
@@ -90,7 +93,7 @@ impl Gguf {
         }
     }
 
-    /// Checks the numbers of all tensors, and the scales of those that are quantised.
+    /// Checks the numbers of all tensors, and the scales and offsets of those that are quantised.
     ///
     /// # Errors
     /// [`LoadError::File`] with the first one that is not finite.
@@ -99,28 +102,26 @@ impl Gguf {
         tensors.sort_by_key(|(_, info)| info.offset);
         for (name, info) in tensors {
             let (info, bytes) = self.tensor(name, info.shape.dims())?;
-            let block_bytes = info.ggml_dtype.type_size();
-            // Where a block has its f16 numbers.
-            let in_blocks = |scales: Range<usize>| {
-                let mut blocks = bytes.chunks_exact(block_bytes).enumerate();
-                blocks.find_map(|(block, bytes)| {
-                    let (_, number) = finite::not_finite_f16(&bytes[scales.clone()])?;
-                    Some((block * info.ggml_dtype.block_size(), number))
-                })
-            };
-            let found = match info.ggml_dtype {
-                GgmlDType::F32 => finite::not_finite_f32(bytes),
-                GgmlDType::F16 => finite::not_finite_f16(bytes),
-                GgmlDType::BF16 => finite::not_finite_bf16(bytes),
-                GgmlDType::Q4_0 | GgmlDType::Q5_0 | GgmlDType::Q8_0 => in_blocks(0..2),
-                GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q4K | GgmlDType::Q5K => in_blocks(0..4),
-                GgmlDType::Q2K => in_blocks(block_bytes - 4..block_bytes),
-                GgmlDType::Q3K | GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
+            let dtype = info.ggml_dtype;
+            let not_finite = |number: &f32| !number.is_finite();
+            let found = match (float_reader(dtype), group_reader(dtype)) {
+                (Some(read), _) => {
+                    let mut numbers = bytes.chunks_exact(dtype.type_size()).map(read).enumerate();
+                    numbers.find(|(_, number)| not_finite(number))
+                }
+                (None, Some((format, read))) => {
+                    let numbers = bytes.len() / dtype.type_size() * dtype.block_size();
+                    (0..numbers / format.group()).find_map(|index| {
+                        let Group { scale, offset, .. } = read(bytes, index);
+                        let number = [scale, offset].into_iter().find(not_finite)?;
+                        Some((index * format.group(), number))
+                    })
+                }
                 // Loading refuses it.
-                _ => None,
+                (None, None) => None,
             };
             if let Some((position, number)) = found {
-                return Err(self.fault(finite::problem(name, position, number)));
+                return Err(self.fault(not_finite_problem(name, position, number)));
             }
         }
         Ok(())
@@ -283,7 +284,7 @@ fn read_content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
         Ok(Err(_)) if is_too_long => {
             Err(format!("its metadata and its table of tensors have more than {MAX_READS} values"))
         }
-        Ok(read) => read.map_err(|error| unread_tensor(file).unwrap_or_else(|| error.to_string())),
+        Ok(read) => read.map_err(|error| with_type_name(&error.to_string())),
         Err(_) => Err("its metadata cannot be read: general.alignment is 0".to_owned()),
     }
 }
@@ -315,72 +316,18 @@ impl<R: Seek> Seek for CountedReads<'_, R> {
     }
 }
 
-/// Names the tensor whose type the library does not know, and the type: its own error has only the type's number. It
-/// stops directly after that number, so `file` must be where it stopped. None if it stopped for another reason.
-fn unread_tensor<R: Read + Seek>(file: &mut R) -> Option<String> {
-    let stop = file.stream_position().ok()?;
-    file.rewind().ok()?;
-    let mut header = Vec::new();
-    file.by_ref().take(stop).read_to_end(&mut header).ok()?;
-    // The number of tensors. If it is 0, the library stops where their table begins. The first version of the format,
-    // which is older than these types, has another header.
-    header.get_mut(8..16)?.fill(0);
-    let mut header = Cursor::new(&*header);
-    let content = Content::read(&mut header).ok()?;
-    if matches!(content.magic, VersionedMagic::GgufV1) {
-        return None;
+/// The library's error, with the name of a type that it does not know in the place of the type's number.
+fn with_type_name(error: &str) -> String {
+    let number = error.strip_prefix("unknown dtype for tensor ").and_then(|rest| {
+        let digits = rest.split(|character: char| !character.is_ascii_digit()).next()?;
+        digits.parse::<usize>().ok()
+    });
+    let Some(number) = number else { return error.to_owned() };
+    let name = number.checked_sub(FIRST_NAMED).and_then(|index| TYPE_NAMES.get(index));
+    match name.filter(|name| !name.is_empty()) {
+        Some(name) => format!("a tensor is {name}; read are {READ_TYPES}"),
+        None => format!("a tensor is of the unknown type {number}; read are {READ_TYPES}"),
     }
-    let mut table = header.get_ref().get(usize::try_from(header.position()).ok()?..)?;
-    loop {
-        let (length, rest) = table.split_first_chunk()?;
-        let (name, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
-        let (dimensions, rest) = rest.split_first_chunk()?;
-        let (_, rest) = rest.split_at_checked((u32::from_le_bytes(*dimensions) as usize).checked_mul(8)?)?;
-        let (number, rest) = rest.split_first_chunk()?;
-        if rest.is_empty() {
-            let name = str::from_utf8(name).ok().filter(|name| name.len() < MAX_NAME_BYTES)?.escape_debug();
-            let found = unread_type(u32::from_le_bytes(*number))?;
-            return Some(format!("tensor {name} is {found}; read are {READ_TYPES}"));
-        }
-        // The tensor's offset.
-        (_, table) = rest.split_at_checked(8)?;
-    }
-}
-
-/// The name of a type that the library does not know. None for those that it knows.
-fn unread_type(number: u32) -> Option<String> {
-    let name = match number {
-        0..=3 | 6..=15 | 30 => return None,
-        4 => "Q4_2",
-        5 => "Q4_3",
-        16 => "IQ2_XXS",
-        17 => "IQ2_XS",
-        18 => "IQ3_XXS",
-        19 => "IQ1_S",
-        20 => "IQ4_NL",
-        21 => "IQ3_S",
-        22 => "IQ2_S",
-        23 => "IQ4_XS",
-        24 => "I8",
-        25 => "I16",
-        26 => "I32",
-        27 => "I64",
-        28 => "F64",
-        29 => "IQ1_M",
-        31 => "Q4_0_4_4",
-        32 => "Q4_0_4_8",
-        33 => "Q4_0_8_8",
-        34 => "TQ1_0",
-        35 => "TQ2_0",
-        36 => "IQ4_NL_4_4",
-        37 => "IQ4_NL_4_8",
-        38 => "IQ4_NL_8_8",
-        39 => "MXFP4",
-        40 => "NVFP4",
-        41 => "Q1_0",
-        other => return Some(format!("of the unknown type {other}")),
-    };
-    Some(name.to_owned())
 }
 
 /// A type's name in llama.cpp.
@@ -660,7 +607,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
         let x = Tensor::randn(0f32, 1.0, (3, 512), &Device::Cpu).unwrap();
-        // Where the file has an f16, and the number that is named.
+        // Where the file has an f16 of a scale or an offset, and the number that is named.
         for (dtype, at, number) in [
             (GgmlDType::F16, 10, 5),
             (GgmlDType::Q4_0, 18, 32),
@@ -683,7 +630,7 @@ mod tests {
             bytes[start + at..][..2].copy_from_slice(&[0x00, 0xfc]);
             std::fs::write(&path, bytes).unwrap();
             let error = Gguf::read(&path).unwrap().check_finite().unwrap_err().to_string();
-            let words = format!("tensor w is not finite: its number {number} is -inf");
+            let words = format!("tensor w is not finite: its number {number} is ");
             assert!(error.contains("m.gguf") && error.contains(&words), "{dtype:?}: {error}");
         }
     }
@@ -783,22 +730,20 @@ mod tests {
     }
 
     #[test]
-    fn a_type_that_is_not_read_is_refused_with_its_tensor() {
+    fn a_type_that_is_not_read_is_refused_by_its_name() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
-        let long = "w".repeat(MAX_NAME_BYTES);
-        for (name, number, message) in [
-            (
-                "blk.0.ffn_up.weight",
-                23,
-                "tensor blk.0.ffn_up.weight is IQ4_XS; read are F32, F16, BF16, Q8_0",
-            ),
-            ("w\n", 39, r"tensor w\n is MXFP4; read are F32"),
-            ("w", 99, "tensor w is of the unknown type 99; read are F32"),
-            // These are the library's words.
-            (&long, 23, "unknown dtype for tensor 23"),
+        for (number, message) in [
+            (16, "a tensor is IQ2_XXS; read are F32, F16, BF16, Q8_0"),
+            (23, "a tensor is IQ4_XS; read are F32"),
+            (29, "a tensor is IQ1_M; read are F32"),
+            (34, "a tensor is TQ1_0; read are F32"),
+            (39, "a tensor is MXFP4; read are F32"),
+            (41, "a tensor is Q1_0; read are F32"),
+            (31, "a tensor is of the unknown type 31; read are F32"),
+            (99, "a tensor is of the unknown type 99; read are F32"),
         ] {
-            let tensors = [("first", 12), (name, number), ("last", 20)];
+            let tensors = [("first", 12), ("w", number), ("last", 20)];
             let header = forged_header(&tensors, [32, 4], &[("general.alignment", 64)]);
             std::fs::write(&path, &header).unwrap();
             let errors = [Gguf::read(&path).err().unwrap(), Gguf::architecture(&path).unwrap_err()];

@@ -15,7 +15,6 @@ pub mod chat_template;
 pub mod clip_tokenizer;
 mod digest;
 mod fast_word_piece;
-mod finite;
 pub mod gguf;
 mod gguf_tokenizer;
 mod hub;

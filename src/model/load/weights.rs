@@ -13,11 +13,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorInfo;
 
-use super::{finite, torch};
+use super::torch;
 use crate::model::LoadError;
 use crate::model::ops::{Matrix, NumberFormat};
 
@@ -263,18 +264,32 @@ pub fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
         for (name, info) in tensors {
             let bytes = &shard.bytes[shard.byte_range(info)];
             let found = match info.dtype {
-                safetensors::Dtype::F32 => finite::not_finite_f32(bytes),
-                safetensors::Dtype::F64 => finite::not_finite_f64(bytes),
-                safetensors::Dtype::BF16 => finite::not_finite_bf16(bytes),
-                safetensors::Dtype::F16 => finite::not_finite_f16(bytes),
+                safetensors::Dtype::F32 => not_finite(bytes, f32::from_le_bytes),
+                safetensors::Dtype::F64 => not_finite(bytes, |x| f64::from_le_bytes(x) as f32),
+                safetensors::Dtype::BF16 => not_finite(bytes, |x| bf16::from_le_bytes(x).to_f32()),
+                safetensors::Dtype::F16 => not_finite(bytes, |x| f16::from_le_bytes(x).to_f32()),
                 _ => None,
             };
             if let Some((position, number)) = found {
-                return Err(shard.fault(finite::problem(name, position, number)));
+                return Err(shard.fault(not_finite_problem(name, position, number)));
             }
         }
     }
     Ok(())
+}
+
+/// What is wrong with a tensor that holds this number at this position.
+pub(super) fn not_finite_problem(tensor: &str, position: usize, number: f32) -> String {
+    format!(
+        "tensor {tensor} is not finite: its number {position} is {number}, so the model cannot be computed; export the \
+         model again"
+    )
+}
+
+/// The first number that is not finite, with its position. `number` makes it of its bytes.
+fn not_finite<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Option<(usize, f32)> {
+    let mut numbers = bytes.as_chunks().0.iter().map(|x| number(*x)).enumerate();
+    numbers.find(|(_, number)| !number.is_finite())
 }
 
 /// Another name that files have for a tensor: checkpoints converted from TensorFlow keep its names for a norm's
@@ -490,5 +505,23 @@ mod tests {
         check(std::slice::from_ref(&path)).unwrap();
         let error = check_finite(&[path]).unwrap_err().to_string();
         assert!(error.contains("tensor f16 is not finite: its number 1 is inf"), "{error}");
+    }
+
+    #[test]
+    fn the_first_number_that_is_not_finite_is_found_in_every_type() {
+        let (inf, largest) = (f32::INFINITY, f32::MAX.to_le_bytes());
+        let f32s = [largest, (-inf).to_le_bytes(), f32::NAN.to_le_bytes()].concat();
+        assert_eq!(not_finite(&f32s, f32::from_le_bytes), Some((1, -inf)));
+        assert_eq!(not_finite(&f32s[..4], f32::from_le_bytes), None);
+        let f64s = [f64::from(f32::MAX), 1e300].map(f64::to_le_bytes).concat();
+        assert_eq!(not_finite(&f64s, |x| f64::from_le_bytes(x) as f32), Some((1, inf)));
+        // The largest number, then infinity.
+        let bytes = |bits: [u16; 2]| bits.map(u16::to_le_bytes).concat();
+        let not_finite_bf16 = |bytes: &[u8]| not_finite(bytes, |x| bf16::from_le_bytes(x).to_f32());
+        let not_finite_f16 = |bytes: &[u8]| not_finite(bytes, |x| f16::from_le_bytes(x).to_f32());
+        assert_eq!(not_finite_bf16(&bytes([0x7f7f, 0x7f80])), Some((1, inf)));
+        assert_eq!(not_finite_f16(&bytes([0x7bff, 0xfc00])), Some((1, -inf)));
+        assert!(not_finite_f16(&bytes([0x7c01, 0])).is_some_and(|(at, number)| at == 0 && number.is_nan()));
+        assert_eq!(not_finite_f16(&bytes([0x7bff, 0x0001])), None);
     }
 }

@@ -9,10 +9,10 @@ use candle_transformers::models::blip_text::TextLMHeadModel;
 use serde::Deserialize;
 
 use super::fitness;
-use super::image::{Pixels, Sides};
+use super::image::{Pixels, Sides, stacked};
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{NumberFormats, Weights};
-use crate::model::{ForwardError, LoadError, LoadSpec};
+use crate::model::{LoadError, LoadSpec};
 
 /// The names of two tied tensors: the embeddings of tokens, and the matrix of the last layer.
 const EMBEDDINGS: &str = "text_decoder.bert.embeddings.word_embeddings.weight";
@@ -162,13 +162,9 @@ impl Blip {
         };
         let network = load_on(device)?;
         if fitness::needs_comparison(device, spec.dtype) {
-            let vectors = |network: &Self| {
-                let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
-                let vectors = network.encode(&[&config.sides.known()]).map_err(failed)?;
-                vectors.flatten_all().and_then(|vectors| vectors.to_vec1::<f32>()).map_err(failed)
-            };
-            let (found, expected) = (vectors(&network)?, vectors(&load_on(&Device::Cpu)?)?);
-            fitness::compare(spec, "image", found, expected)?;
+            let vectors = |network: &Self| network.encode(&[&config.sides.known()])?.flatten_all()?.to_vec1();
+            let reference = load_on(&Device::Cpu)?;
+            fitness::compare_computed(spec, "image", vectors(&network), vectors(&reference))?;
         }
         Ok(network)
     }
@@ -178,11 +174,8 @@ impl Blip {
     /// # Errors
     /// The device fails.
     pub fn encode(&self, images: &[&Pixels]) -> CandleResult<Tensor> {
-        let Sides { height, width } = self.sides;
-        let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
         // Permuted on the device: for a GPU's batch, that would take a CPU longer than the network takes the GPU.
-        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &self.device)?;
-        let x = x.permute((0, 3, 1, 2))?.contiguous()?;
+        let x = stacked(images, self.sides, &self.device)?.permute((0, 3, 1, 2))?.contiguous()?;
         x.apply(self.network.vision_model())
     }
 

@@ -76,6 +76,20 @@ pub fn compare(spec: &LoadSpec, what: &str, found: Vec<f32>, expected: Vec<f32>)
     compare_all(spec, &[Compared { what: what.to_owned(), found: finite(found), expected: finite(expected) }])
 }
 
+/// As [`compare`], of vectors that two devices have just computed.
+///
+/// # Errors
+/// As [`compare`], and [`LoadError`] if a device fails.
+pub fn compare_computed(
+    spec: &LoadSpec,
+    what: &str,
+    found: candle_core::Result<Vec<f32>>,
+    expected: candle_core::Result<Vec<f32>>,
+) -> Result<(), LoadError> {
+    let failed = |error| failed(spec, &ForwardError::from(&error));
+    compare(spec, what, found.map_err(failed)?, expected.map_err(failed)?)
+}
+
 /// Compares the vectors of known inputs.
 ///
 /// # Errors

@@ -34,6 +34,16 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
     names
 }
 
+/// Two lists of names in one.
+const fn joined<const N: usize>(first: &[&'static str], second: &[&'static str]) -> [&'static str; N] {
+    let (mut names, mut index) = ([""; N], 0);
+    while index < N {
+        names[index] = if index < first.len() { first[index] } else { second[index - first.len()] };
+        index += 1;
+    }
+    names
+}
+
 /// The number formats in which a network of linear layers computes on its device. On a CPU, bf16 and int8 are only for
 /// the matrices, and all other numbers are f32.
 ///

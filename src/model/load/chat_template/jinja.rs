@@ -3,16 +3,13 @@
 
 use std::borrow::Cow;
 use std::fmt::Write;
-use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use jiff::Zoned;
 use minijinja::formatting::{FormatStyle, format as formatted};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Object, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
-use minijinja_contrib::{globals, pycompat};
+use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
+use minijinja::{Environment, Error, ErrorKind, State, Value, filters};
+use minijinja_contrib::pycompat;
 
 /// The largest number of instructions that a template may execute for one conversation.
 const FUEL: u64 = 2_000_000;
@@ -29,17 +26,7 @@ pub fn environment() -> Result<Environment<'static>, Error> {
     environment.set_unknown_method_callback(method);
     environment
         .add_function("raise_exception", |message: String| -> Result<Value, Error> { Err(invalid(message)) });
-    environment.add_function("joiner", globals::joiner);
-    environment.add_function("cycler", |items: Rest<Value>| match items.0 {
-        items if items.is_empty() => Err(invalid("cycler has no items")),
-        items => Ok(Value::from_object(Cycler { items, position: AtomicUsize::new(0) })),
-    });
     environment.add_filter("tojson", tojson);
-    environment.add_filter("truncate", truncate);
-    environment.add_filter("wordcount", wordcount);
-    environment.add_filter("center", |state: &State, text: &str, width: Option<usize>| {
-        padded(state, text, width.unwrap_or(80), " ", Side::Both)
-    });
     // In `minijinja` None is iterable, and templates ask `tools is iterable and tools | length > 0`.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     // In Jinja2 whatever has a length and items is a sequence.
@@ -87,55 +74,6 @@ pub fn adapted(template: &str) -> String {
     }
     text.push_str(rest);
     text
-}
-
-/// The first string in a template that Python's operator `%` would format. `minijinja` refuses that only when it is
-/// rendered. Does not find texts in variables.
-pub fn percent_formatted(template: &str) -> Option<&str> {
-    let mut rest = template;
-    while let Some(start) = rest.find('{') {
-        let tag = &rest[start..];
-        let end = match tag.as_bytes().get(1) {
-            Some(b'%') => end_of_tag(tag, "%}"),
-            Some(b'{') => end_of_tag(tag, "}}"),
-            Some(b'#') => {
-                rest = &tag[tag.find("#}").unwrap_or(tag.len())..];
-                continue;
-            }
-            _ => {
-                rest = &tag[1..];
-                continue;
-            }
-        };
-        let (tag, after) = tag.split_at(end.unwrap_or(tag.len()));
-        let formatted = strings(tag).find(|string| {
-            let after = tag[string.end..].trim_start();
-            after.starts_with('%') && !after.starts_with("%}")
-        });
-        if let Some(string) = formatted {
-            return Some(&tag[string]);
-        }
-        rest = after;
-    }
-    None
-}
-
-/// Where the strings of a tag are, with their quotes.
-fn strings(tag: &str) -> impl Iterator<Item = Range<usize>> {
-    let (mut open, mut is_escaped) = (None, false);
-    tag.bytes().enumerate().filter_map(move |(at, byte)| {
-        match open {
-            Some(_) if is_escaped => is_escaped = false,
-            Some(_) if byte == b'\\' => is_escaped = true,
-            Some((quote, start)) if byte == quote => {
-                open = None;
-                return Some(start..at + 1);
-            }
-            None if byte == b'"' || byte == b'\'' => open = Some((byte, at)),
-            _ => {}
-        }
-        None
-    })
 }
 
 /// The length of a tag, whose strings may contain what ends it.
@@ -198,11 +136,6 @@ impl<'a> Arguments<'a> {
         Ok(value.filter(|value| !value.is_none()))
     }
 
-    /// As [`take`](Self::take), for a value of one type.
-    fn typed<T: TryFrom<Value, Error = Error>>(&mut self, name: &str) -> Result<Option<T>, Error> {
-        self.take(name)?.map(T::try_from).transpose()
-    }
-
     /// As [`take`](Self::take), for a string.
     fn text(&mut self, name: &str) -> Result<Option<String>, Error> {
         self.take(name)?
@@ -221,40 +154,10 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// Jinja2's `cycler`. That of `minijinja_contrib` has another `current`.
-#[derive(Debug)]
-struct Cycler {
-    items: Vec<Value>,
-    position: AtomicUsize,
-}
-
-impl Cycler {
-    fn current(&self) -> Value {
-        self.items[self.position.load(Ordering::Relaxed) % self.items.len()].clone()
-    }
-}
-
-impl Object for Cycler {
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        (key.as_str() == Some("current")).then(|| self.current())
-    }
-
-    fn call_method(self: &Arc<Self>, _: &mut State, method: &str, args: &[Value]) -> Result<Value, Error> {
-        let () = from_args(args)?;
-        let current = self.current();
-        match method {
-            "next" => _ = self.position.fetch_add(1, Ordering::Relaxed),
-            "reset" => self.position.store(0, Ordering::Relaxed),
-            _ => return Err(Error::from(ErrorKind::UnknownMethod)),
-        }
-        Ok(current)
-    }
-}
-
 /// Calls a method of Python's strings, lists or dictionaries.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let result = match value.as_str() {
-        Some(text) => string_method(state, text, name, args)?,
+        Some(text) => string_method(text, name, args)?,
         None => collection_method(value, name, args)?,
     };
     match result {
@@ -264,7 +167,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
 }
 
 /// The methods of strings that `minijinja_contrib` lacks or has otherwise. None for any other method.
-fn string_method(state: &State, text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+fn string_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     let tuple = |parts: [&str; 3]| Ok(Some(Value::from(Tuple::from(parts.map(Value::from)))));
     match name {
         "removeprefix" => {
@@ -288,33 +191,23 @@ fn string_method(state: &State, text: &str, name: &str, args: &[Value]) -> Resul
         "split" | "rsplit" => {
             let mut arguments = Arguments::new(args)?;
             let separator = arguments.text("sep")?;
-            let max = arguments.typed::<i64>("maxsplit")?.and_then(|max| usize::try_from(max).ok());
+            let maxsplit = arguments.take("maxsplit")?.map(i64::try_from).transpose()?;
+            // A negative number of splits means all, as None does.
+            let max = maxsplit.and_then(|max| usize::try_from(max).ok());
             arguments.end()?;
             let separator = separator.as_deref().map(nonempty).transpose()?;
-            // One part more than splits. None and a negative number of splits mean all.
-            let parts = max.map_or(usize::MAX, |max| max.saturating_add(1));
-            let parts = match (separator, name) {
-                (Some(separator), "split") => text.splitn(parts, separator).collect(),
-                (Some(separator), _) => reversed(text.rsplitn(parts, separator).collect()),
-                (None, "split") => words(text, parts),
-                (None, _) => reversed(words_from_right(text, parts)),
-            };
-            Ok(Some(parts.into_iter().collect::<Value>()))
-        }
-        "ljust" | "rjust" | "center" | "zfill" => {
-            let (width, fill): (usize, Option<&str>) = from_args(args)?;
-            let fill = fill.unwrap_or(if name == "zfill" { "0" } else { " " });
-            let side = match name {
-                "ljust" => Side::Right,
-                "center" => Side::Both,
-                _ => Side::Left,
-            };
-            match text.strip_prefix(['-', '+']).filter(|_| name == "zfill") {
-                Some(digits) => {
-                    let digits = padded(state, digits, width.saturating_sub(1), fill, side)?;
-                    Ok(Some(format!("{}{digits}", &text[..1]).into()))
+            match (separator, max) {
+                (Some(separator), Some(max)) if name == "rsplit" => {
+                    let mut parts: Vec<&str> = text.rsplitn(max.saturating_add(1), separator).collect();
+                    parts.reverse();
+                    Ok(Some(parts.into_iter().collect::<Value>()))
                 }
-                None => Ok(Some(padded(state, text, width, fill, side)?.into())),
+                (None, Some(_)) if name == "rsplit" => {
+                    Err(invalid("rsplit with maxsplit is supported with a separator only"))
+                }
+                (separator, _) => {
+                    filters::split(&Value::from(text), separator.map(Into::into), maxsplit).map(Some)
+                }
             }
         }
         "index" | "rindex" => {
@@ -349,95 +242,6 @@ fn collection_method(value: &Value, name: &str, args: &[Value]) -> Result<Option
 
 fn nonempty(separator: &str) -> Result<&str, Error> {
     if separator.is_empty() { Err(invalid("the separator is empty")) } else { Ok(separator) }
-}
-
-fn reversed(mut parts: Vec<&str>) -> Vec<&str> {
-    parts.reverse();
-    parts
-}
-
-/// At most so many parts of a text, separated by white space.
-fn words(text: &str, parts: usize) -> Vec<&str> {
-    let (mut rest, mut words) = (text.trim_start(), Vec::new());
-    while !rest.is_empty() {
-        let word = match rest.split_once(char::is_whitespace).filter(|_| words.len() + 1 < parts) {
-            Some((word, after)) => {
-                rest = after.trim_start();
-                word
-            }
-            None => std::mem::take(&mut rest),
-        };
-        words.push(word);
-    }
-    words
-}
-
-/// As [`words`], counted from the end of the text, the last part first.
-fn words_from_right(text: &str, parts: usize) -> Vec<&str> {
-    let (mut rest, mut words) = (text.trim_end(), Vec::new());
-    while !rest.is_empty() {
-        let word = match rest.rfind(char::is_whitespace).filter(|_| words.len() + 1 < parts) {
-            Some(space) => {
-                let (before, after) = rest.split_at(space);
-                rest = before.trim_end();
-                after.trim_start()
-            }
-            None => std::mem::take(&mut rest),
-        };
-        words.push(word);
-    }
-    words
-}
-
-enum Side {
-    Left,
-    Right,
-    Both,
-}
-
-/// A text made as wide as `width` characters by `fill` at the left, the right or both sides.
-fn padded(state: &State, text: &str, width: usize, fill: &str, side: Side) -> Result<String, Error> {
-    let missing = width.saturating_sub(text.chars().count());
-    let (left, right) = match side {
-        Side::Left => (missing, 0),
-        Side::Right => (0, missing),
-        // As in Python, where the rounding depends on both widths.
-        Side::Both => {
-            let left = missing / 2 + (missing & width & 1);
-            (left, missing - left)
-        }
-    };
-    pay(state, missing.saturating_mul(fill.len()))?;
-    Ok(format!("{}{text}{}", fill.repeat(left), fill.repeat(right)))
-}
-
-/// Shortens a text to `length` characters, if it is longer by more than `leeway`.
-fn truncate(text: &str, args: Rest<ValueOrKwargs>) -> Result<String, Error> {
-    let args = args.into_values();
-    let mut arguments = Arguments::new(&args)?;
-    let length = arguments.typed::<usize>("length")?.unwrap_or(255);
-    let kill_words = arguments.typed::<bool>("killwords")?.unwrap_or(false);
-    let end = arguments.text("end")?.unwrap_or_else(|| "...".to_owned());
-    let leeway = arguments.typed::<usize>("leeway")?.unwrap_or(5);
-    arguments.end()?;
-    if text.chars().count() <= length.saturating_add(leeway) {
-        return Ok(text.to_owned());
-    }
-    let kept = length.checked_sub(end.chars().count());
-    let kept =
-        kept.ok_or_else(|| invalid(format!("truncate: {length} characters have no room for {end:?}")))?;
-    let kept: String = text.chars().take(kept).collect();
-    let kept = match kept.rsplit_once(' ') {
-        Some((words, _)) if !kill_words => words,
-        _ => &kept,
-    };
-    Ok(format!("{kept}{end}"))
-}
-
-/// The number of words, which are runs of letters, digits and underscores.
-fn wordcount(text: &str) -> usize {
-    let is_between = |letter: char| !letter.is_alphanumeric() && letter != '_';
-    text.split(is_between).filter(|word| !word.is_empty()).count()
 }
 
 /// Writes a value as JSON as the transformers library does: with Python's `json.dumps`, and without the escapes of

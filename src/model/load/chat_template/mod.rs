@@ -130,14 +130,6 @@ impl ChatTemplates {
             .into_iter()
             .map(|(name, text)| {
                 let text = text.and_then(of_bounded_length);
-                if let Some(literal) = text.as_deref().ok().and_then(jinja::percent_formatted) {
-                    tracing::warn!(
-                        name,
-                        literal,
-                        "the chat template formats a text with Python's %, which is not supported: chats that need it \
-                         are refused"
-                    );
-                }
                 let template = text.and_then(|text| ChatTemplate::new(&text, special_tokens.clone()));
                 match &template {
                     Err(reason) => tracing::warn!(name, reason, "chats with this chat template are refused"),

@@ -34,7 +34,7 @@ pub fn tensors(file: &[u8]) -> Result<BTreeMap<String, TensorInfo>, String> {
         (None, _) => return Err("the zip archive has no data.pkl, so torch.save did not write it".to_owned()),
         (Some(_), Some(_)) => return Err("the zip archive has more than one data.pkl".to_owned()),
     };
-    let entry = |name: &str| entries.get(&*format!("{folder}/{name}")).cloned();
+    let entry = |name: &str| entries.get(&format!("{folder}/{name}")).cloned();
     if let Some(order) = entry("byteorder").map(|range| &file[range]).filter(|order| *order != b"little") {
         let order = String::from_utf8_lossy(&order[..order.len().min(20)]);
         return Err(format!("its byteorder is {}; only little is read", shown(&order)));

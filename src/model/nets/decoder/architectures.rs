@@ -1,6 +1,7 @@
 //! The table of the architectures of decoders: what distinguishes each from Llama, as data. Another one is added here, if
 //! its properties are in the description of a decoder (`config`).
 
+use crate::model::nets::joined;
 use crate::model::ops::Activation;
 
 /// An architecture.
@@ -206,39 +207,26 @@ const ALL: &[Architecture] = &[
 pub const WITH_TEXT_PART: [&str; 2] = ["gemma3", "mistral3"];
 
 /// The names of all architectures in `model_type`, those with a text part included.
-pub const CONFIG_ARCHITECTURES: [&str; ALL.len() + WITH_TEXT_PART.len()] = {
-    let mut names = [""; ALL.len() + WITH_TEXT_PART.len()];
-    let mut index = 0;
-    while index < names.len() {
-        names[index] = if index < ALL.len() { ALL[index].name } else { WITH_TEXT_PART[index - ALL.len()] };
-        index += 1;
-    }
-    names
-};
-
-/// The number of architectures that have a name of their own in GGUF files.
-const IN_GGUF: usize = {
-    let (mut count, mut index) = (0, 0);
-    while index < ALL.len() {
-        count += !ALL[index].gguf.is_empty() as usize;
-        index += 1;
-    }
-    count
-};
+pub const CONFIG_ARCHITECTURES: [&str; 16] = joined(&listed::<14>(false), &WITH_TEXT_PART);
 
 /// The names of architectures in GGUF files.
-pub const GGUF_ARCHITECTURES: [&str; IN_GGUF] = {
-    let mut names = [""; IN_GGUF];
-    let (mut count, mut index) = (0, 0);
+pub const GGUF_ARCHITECTURES: [&str; 12] = listed(true);
+
+/// The names of the table in `model_type` or in GGUF files, without those that are empty. Does not compile if there are
+/// not `N` of them.
+const fn listed<const N: usize>(in_gguf: bool) -> [&'static str; N] {
+    let (mut names, mut count, mut index) = ([""; N], 0, 0);
     while index < ALL.len() {
-        if !ALL[index].gguf.is_empty() {
-            names[count] = ALL[index].gguf;
+        let name = if in_gguf { ALL[index].gguf } else { ALL[index].name };
+        if !name.is_empty() {
+            names[count] = name;
             count += 1;
         }
         index += 1;
     }
+    assert!(count == N);
     names
-};
+}
 
 /// The architecture with this name in `config.json`.
 pub fn named(name: &str) -> Option<&'static Architecture> {

@@ -174,22 +174,13 @@ impl DecoderConfig {
         for (name, size, max) in [
             ("the number of heads", heads, MAX_HEADS),
             ("the number of heads of keys", kv_heads, MAX_HEADS),
+            ("the number of layers", self.layers.len(), MAX_LAYERS),
             ("the width", hidden, MAX_WIDTH),
             ("the width of the feed-forward sublayer", self.inner, MAX_WIDTH),
             ("the vocabulary", self.vocabulary, MAX_VOCABULARY),
             ("the context", self.context, MAX_CONTEXT),
         ] {
             at_most(name, size, max)?;
-        }
-        for (name, size) in [
-            ("the width", hidden),
-            ("the width of the feed-forward sublayer", self.inner),
-            ("the number of heads", heads),
-            ("the number of heads of keys", kv_heads),
-            ("the number of layers", self.layers.len()),
-            ("the vocabulary", self.vocabulary),
-            ("the context", self.context),
-        ] {
             if size == 0 {
                 return Err(format!("{name} is 0"));
             }

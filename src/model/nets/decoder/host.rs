@@ -333,32 +333,23 @@ impl Decoder {
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) {
-        on_one_of_rayons_threads(|| self.step(kv, ids, spans, wanted, logits));
-    }
-
-    fn step(
-        &mut self,
-        kv: &mut KvBlocks,
-        ids: &[u32],
-        spans: &[Span<'_>],
-        wanted: &[usize],
-        logits: &mut Vec<f32>,
-    ) {
         logits.resize(wanted.len() * self.layers.config.vocabulary, 0.0);
         if ids.is_empty() {
             return;
         }
         let positions = spans.iter().flat_map(|span| span.first..span.first + span.count).collect::<Vec<_>>();
         let rows = Rows { ids, positions: &positions, wanted };
-        let normed = self.layers.vectors(rows, &mut Cached { kv, spans }, &mut self.buffers);
-        self.head.as_ref().unwrap_or(&self.layers.token_embeddings).matrix.multiply(&normed, logits);
-        self.layers.config.finish_logits(logits);
+        on_one_of_rayons_threads(|| {
+            let normed = self.layers.vectors(rows, &mut Cached { kv, spans }, &mut self.buffers);
+            self.head.as_ref().unwrap_or(&self.layers.token_embeddings).matrix.multiply(&normed, logits);
+            self.layers.config.finish_logits(logits);
+        });
     }
 }
 
 /// Runs `step` on one of rayon's threads, which share the matrix products. From a thread outside the pool, each product
 /// would need a hand-over and a wake-up, which take longer than most products.
-pub(super) fn on_one_of_rayons_threads(step: impl FnOnce() + Send) {
+pub(in crate::model::nets) fn on_one_of_rayons_threads(step: impl FnOnce() + Send) {
     if rayon::current_num_threads() == 1 {
         return step();
     }

@@ -12,6 +12,7 @@ mod one_pass;
 mod read;
 pub mod rope;
 
+pub(super) use host::on_one_of_rayons_threads;
 pub use host::{Decoder, RouterFaults, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
 pub use one_pass::{OnePassDecoder, ProductFormats};

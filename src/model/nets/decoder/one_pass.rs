@@ -132,10 +132,18 @@ impl OnePassDecoder {
             );
             return Err(spec.unsupported(reason));
         }
-        match device.is_cpu() {
-            true => HostTexts::load(spec, files, config, formats, max_tokens).map(Self::Host),
-            false => DeviceTexts::load(spec, device, files, config, max_tokens).map(Self::Device),
+        if !device.is_cpu() {
+            return DeviceTexts::load(spec, device, files, config, max_tokens).map(Self::Device);
         }
+        let mut weights = DecoderWeights::from_safetensors(files, config, formats.matrices)?;
+        weights.multiply_rows_as(formats.rows);
+        // The shapes of tensors confirm the sizes from which the memory for keys and values follows.
+        let layers = Layers::load(&weights, config, max_tokens)?;
+        let count = max_tokens.div_ceil(BLOCK).max(BLOCKS_TOGETHER);
+        let workspace = |_| Workspace::new(config, count);
+        let workspaces = (0..rayon::current_num_threads()).map(workspace).collect::<io::Result<_>>();
+        let workspaces = workspaces.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
+        Ok(Self::Host(HostTexts { layers, workspaces }))
     }
 
     /// The width of a token's vector.
@@ -165,24 +173,6 @@ impl OnePassDecoder {
 }
 
 impl HostTexts {
-    fn load(
-        spec: &LoadSpec,
-        files: &ModelFiles,
-        config: &DecoderConfig,
-        formats: ProductFormats,
-        max_tokens: usize,
-    ) -> Result<Self, LoadError> {
-        let mut weights = DecoderWeights::from_safetensors(files, config, formats.matrices)?;
-        weights.multiply_rows_as(formats.rows);
-        // The shapes of tensors confirm the sizes from which the memory for keys and values follows.
-        let layers = Layers::load(&weights, config, max_tokens)?;
-        let count = max_tokens.div_ceil(BLOCK).max(BLOCKS_TOGETHER);
-        let workspace = |_| Workspace::new(config, count);
-        let workspaces = (0..rayon::current_num_threads()).map(workspace).collect::<io::Result<_>>();
-        let workspaces = workspaces.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
-        Ok(Self { layers, workspaces })
-    }
-
     fn forward(&mut self, texts: &[&[u32]], wanted: impl Fn(&[u32]) -> Range<usize> + Sync) -> Vec<Vec<f32>> {
         let tokens: usize = texts.iter().map(|text| text.len()).sum();
         let shares = (tokens / MIN_SHARE_TOKENS).clamp(1, self.workspaces.len());

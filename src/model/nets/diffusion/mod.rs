@@ -20,7 +20,7 @@ use super::fitness;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::load::{ModelFiles, PIPELINE_WEIGHTS};
 use crate::model::random::Seed;
-use crate::model::{ForwardError, LoadError, LoadSpec};
+use crate::model::{LoadError, LoadSpec};
 
 /// The sides of latents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -71,51 +71,47 @@ impl Diffusion {
         config: &DiffusionConfig,
     ) -> Result<Self, LoadError> {
         let dtype = check_dtype(spec)?;
-        let diffusion = Self::load_as(device, dtype, files, config)?;
-        if fitness::needs_comparison(device, spec.dtype) {
-            let known = |diffusion: &Self| {
-                let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
-                diffusion.known_step(config).map_err(failed)
+        let load_as = |device: &Device, dtype: DType| {
+            let read = |part: &str, dtype: DType| {
+                let formats = NumberFormats { tensors: dtype, ..NumberFormats::F32 };
+                let weights = Weights::read(&files.weights_of(part)?, "", "", device, formats)?;
+                let builder = VarBuilder::from_tensors(weights.all()?, dtype, device);
+                Ok::<_, LoadError>((weights, builder))
             };
-            let on_cpu = Self::load_as(&Device::Cpu, DType::F32, files, config)?;
-            fitness::compare(spec, "prompt", known(&diffusion)?, known(&on_cpu)?)?;
+            const COLORS: usize = 3;
+            let use_flash_attention = false;
+            let [of_text, of_unet, of_vae] = PIPELINE_WEIGHTS;
+            let (weights, builder) = read(of_text, dtype)?;
+            let text = weights.checked("the text encoder", TextEncoder::load(&builder, &config.text))?;
+            let (weights, builder) = read(of_unet, dtype)?;
+            let channels = config.channels;
+            let unet = UNet2DConditionModel::new(
+                builder,
+                channels,
+                channels,
+                use_flash_attention,
+                config.unet.clone(),
+            );
+            let unet = weights.checked("the denoising network", unet)?;
+            let (weights, builder) = read(of_vae, DType::F32)?;
+            let vae = AutoEncoderKL::new(builder, COLORS, COLORS, config.vae.clone());
+            Ok::<_, LoadError>(Self {
+                text,
+                unet,
+                vae: weights.checked("the decoder", vae)?,
+                device: device.clone(),
+                dtype,
+                channels,
+                scaling_factor: config.scaling_factor,
+            })
+        };
+        let diffusion = load_as(device, dtype)?;
+        if fitness::needs_comparison(device, spec.dtype) {
+            let on_cpu = load_as(&Device::Cpu, DType::F32)?;
+            let (found, expected) = (diffusion.known_step(config), on_cpu.known_step(config));
+            fitness::compare_computed(spec, "prompt", found, expected)?;
         }
         Ok(diffusion)
-    }
-
-    fn load_as(
-        device: &Device,
-        dtype: DType,
-        files: &ModelFiles,
-        config: &DiffusionConfig,
-    ) -> Result<Self, LoadError> {
-        let read = |part: &str, dtype: DType| {
-            let formats = NumberFormats { tensors: dtype, ..NumberFormats::F32 };
-            let weights = Weights::read(&files.weights_of(part)?, "", "", device, formats)?;
-            let builder = VarBuilder::from_tensors(weights.all()?, dtype, device);
-            Ok::<_, LoadError>((weights, builder))
-        };
-        const COLORS: usize = 3;
-        let use_flash_attention = false;
-        let [of_text, of_unet, of_vae] = PIPELINE_WEIGHTS;
-        let (weights, builder) = read(of_text, dtype)?;
-        let text = weights.checked("the text encoder", TextEncoder::load(&builder, &config.text))?;
-        let (weights, builder) = read(of_unet, dtype)?;
-        let channels = config.channels;
-        let unet =
-            UNet2DConditionModel::new(builder, channels, channels, use_flash_attention, config.unet.clone());
-        let unet = weights.checked("the denoising network", unet)?;
-        let (weights, builder) = read(of_vae, DType::F32)?;
-        let vae = AutoEncoderKL::new(builder, COLORS, COLORS, config.vae.clone());
-        Ok(Self {
-            text,
-            unet,
-            vae: weights.checked("the decoder", vae)?,
-            device: device.clone(),
-            dtype,
-            channels,
-            scaling_factor: config.scaling_factor,
-        })
     }
 
     /// The result of a step for a known prompt.

@@ -24,16 +24,16 @@ pub struct Head {
 }
 
 /// A norm of rows.
-pub(super) struct Norm {
-    pub(super) weights: Vec<f32>,
-    pub(super) bias: Vec<f32>,
-    pub(super) eps: f64,
+pub struct Norm {
+    pub weights: Vec<f32>,
+    pub bias: Vec<f32>,
+    pub eps: f64,
 }
 
 /// A linear layer, `[depth, width]`.
-pub(super) struct Linear {
-    pub(super) weights: Panels,
-    pub(super) bias: Vec<f32>,
+pub struct Linear {
+    pub weights: Panels,
+    pub bias: Vec<f32>,
 }
 
 impl Head {
@@ -156,7 +156,7 @@ impl Norm {
 
 impl Linear {
     /// activation(rows · weights + bias).
-    pub(super) fn apply(&self, rows: &[f32], activation: Activation) -> Vec<f32> {
+    pub fn apply(&self, rows: &[f32], activation: Activation) -> Vec<f32> {
         let width = self.bias.len();
         let mut out = vec![0.0; rows.len() / self.weights.depth() * width];
         multiply_rows(rows, &self.weights, &mut out, |_, block| {

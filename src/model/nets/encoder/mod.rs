@@ -8,7 +8,7 @@
 pub mod config;
 mod decoder;
 mod fitness;
-mod head;
+pub(super) mod head;
 mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;

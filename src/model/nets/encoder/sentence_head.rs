@@ -51,22 +51,13 @@ impl SentenceHead {
 
 /// A module after the pooling.
 pub enum SentenceModule {
-    /// A linear layer with an activation.
-    Dense(Dense),
-    /// A layer norm.
-    LayerNorm(LayerNorm),
+    /// A linear layer, and the activation after it.
+    Dense(Linear, fn(f32) -> f32),
+    /// A layer norm with a scale and a bias for each number.
+    LayerNorm(Norm),
     /// Scales the vector to length 1.
     Normalize,
 }
-
-/// A linear layer, and the activation after it.
-pub struct Dense {
-    linear: Linear,
-    activation: fn(f32) -> f32,
-}
-
-/// A layer norm with a scale and a bias for each number.
-pub struct LayerNorm(Norm);
 
 impl SentenceModule {
     /// Reads a `Dense` of `depth` numbers in and `width` numbers out. `stem` is the module's folder and the beginning
@@ -86,7 +77,7 @@ impl SentenceModule {
         let matrix = weights.values("linear.weight", &[width, depth])?;
         let bias = if has_bias { weights.values("linear.bias", &[width])? } else { vec![0.0; width] };
         let linear = Linear { weights: Panels::new(&matrix, depth), bias };
-        Ok(Self::Dense(Dense { linear, activation }))
+        Ok(Self::Dense(linear, activation))
     }
 
     /// Reads a `LayerNorm` of vectors of `width` numbers.
@@ -97,13 +88,13 @@ impl SentenceModule {
         let weights = read(files, stem)?;
         let values = |name: &str| weights.values(name, &[width]);
         let norm = Norm { weights: values("norm.weight")?, bias: values("norm.bias")?, eps: NORM_EPS };
-        Ok(Self::LayerNorm(LayerNorm(norm)))
+        Ok(Self::LayerNorm(norm))
     }
 
     /// The width of its vectors, if it sets one.
     fn width(&self) -> Option<usize> {
         match self {
-            Self::Dense(dense) => Some(dense.linear.bias.len()),
+            Self::Dense(linear, _) => Some(linear.bias.len()),
             Self::LayerNorm(_) | Self::Normalize => None,
         }
     }
@@ -111,11 +102,11 @@ impl SentenceModule {
     /// Computes the module's vectors from those of the module before it. All vectors have the same width.
     pub(super) fn apply(&self, mut vectors: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
         match self {
-            Self::Dense(Dense { linear, activation }) => {
+            Self::Dense(linear, activation) => {
                 let rows = linear.apply(&vectors.concat(), *activation);
                 return rows.chunks_exact(linear.bias.len()).map(<[f32]>::to_vec).collect();
             }
-            Self::LayerNorm(LayerNorm(norm)) => vectors.iter_mut().for_each(|vector| norm.apply(vector)),
+            Self::LayerNorm(norm) => vectors.iter_mut().for_each(|vector| norm.apply(vector)),
             Self::Normalize => vectors.iter_mut().for_each(|vector| normalize(vector)),
         }
         vectors

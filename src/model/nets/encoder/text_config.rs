@@ -5,26 +5,15 @@ use serde::Deserialize;
 
 use super::config::{Family, NetworkConfig};
 use crate::model::load::ModelFiles;
-use crate::model::nets::check_widths;
 use crate::model::nets::decoder::ProductFormats;
 use crate::model::nets::decoder::architectures::CONFIG_ARCHITECTURES;
 use crate::model::nets::decoder::config::DecoderConfig;
+use crate::model::nets::{check_widths, joined};
 use crate::model::{LoadError, LoadSpec};
 
 /// The names of all architectures in `model_type`.
-pub const NAMES: [&str; Family::NAMES.len() + CONFIG_ARCHITECTURES.len()] = {
-    let mut names = [""; Family::NAMES.len() + CONFIG_ARCHITECTURES.len()];
-    let mut index = 0;
-    while index < names.len() {
-        names[index] = if index < Family::NAMES.len() {
-            Family::NAMES[index]
-        } else {
-            CONFIG_ARCHITECTURES[index - Family::NAMES.len()]
-        };
-        index += 1;
-    }
-    names
-};
+pub const NAMES: [&str; Family::NAMES.len() + CONFIG_ARCHITECTURES.len()] =
+    joined(&Family::NAMES, &CONFIG_ARCHITECTURES);
 
 /// The maximum number of tokens of a text for a decoder, even if its `max_position_embeddings` is larger. The time of
 /// attention is proportional to the square of this number.

@@ -10,15 +10,14 @@ use candle_core::{DType, Device, Result, Tensor};
 use sconce_kernels::NumberFormat;
 
 use self::config::{DecoderSizes, HibariConfig, ProsodySizes, TextSizes};
-use super::block::{Block, Blocks, PreNorms, normed};
+use super::block::{Block, Blocks, PreNormBlock, PreNormReader, normed};
 use super::fitness;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::{
-    Activation, AttentionWeights, ConvolutionBlock, Epilogue, FeedForward, InputWeights, NormParams,
-    PositionTerms, SelfAttention, TimeConvolution,
+    Activation, ConvolutionBlock, Epilogue, FeedForward, InputWeights, NormParams, TimeConvolution,
 };
 use crate::model::sound::synthesis::SPECTRA;
-use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
+use crate::model::{Dtype, LoadError, LoadSpec};
 
 type Loaded<T> = std::result::Result<T, LoadError>;
 
@@ -85,10 +84,8 @@ impl Hibari {
         let network = Self::read(device, config, path.clone(), matrices)?;
         if fitness::needs_comparison(device, spec.dtype) {
             let reference = Self::read(&Device::Cpu, config, path, NumberFormat::F32)?;
-            let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
-            let found = network.known_spectra(config).map_err(failed)?;
-            let expected = reference.known_spectra(config).map_err(failed)?;
-            fitness::compare(spec, "sentence", found, expected)?;
+            let (found, expected) = (network.known_spectra(config), reference.known_spectra(config));
+            fitness::compare_computed(spec, "sentence", found, expected)?;
         }
         Ok(network)
     }
@@ -307,11 +304,12 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
+    fn blocks(&self) -> PreNormReader<'_> {
+        PreNormReader { weights: self.weights, format: self.format, eps: EPS }
+    }
+
     fn norm(&self, name: &str, width: usize) -> Loaded<NormParams> {
-        let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[width]);
-        // `add_norm` adds a bias and a residual before it norms. This network has neither, so both are zero.
-        let zero_bias = self.weights.checked(name, self.weights.zeros(&[width]))?;
-        self.weights.checked(name, NormParams::new(&zero_bias, &get("weight")?, &get("bias")?, EPS))
+        self.blocks().norm(name, width)
     }
 
     /// The convolution `name` from `channels` to `width` channels, over `taps` neighbouring vectors: of symbols, rows
@@ -367,30 +365,16 @@ impl Reader<'_> {
             let slice = |joint: &Tensor| joint.narrow(0, index * width, width)?.contiguous();
             self.weights.checked(name, slice(&joint).and_then(|matrix| Ok((matrix, slice(&joint_bias)?))))
         };
-        let epilogue = |bias: &str| self.weights.checked(name, Epilogue::bias(&get(bias, &[width])?));
-        let format = self.format;
-        let matrices = AttentionWeights {
-            qkv: [projection(0)?, projection(1)?, projection(2)?],
-            out: get("self_attn.out_proj.weight", &[width, width])?,
+        let block = PreNormBlock {
+            prefix: name,
+            norms: ["norm1", "norm2"],
+            out: "self_attn.out_proj",
+            feed_forward: ["linear1", "linear2"],
+            inner,
             heads,
-            position_terms: PositionTerms::default(),
-            format,
+            activation: Activation::Gelu,
         };
-        let attention = SelfAttention::new(matrices, epilogue("self_attn.out_proj.bias")?);
-        let up = InputWeights {
-            matrix: get("linear1.weight", &[inner, width])?,
-            bias: get("linear1.bias", &[inner])?,
-            gate: None,
-            format,
-        };
-        let down = get("linear2.weight", &[width, inner])?;
-        let feed_forward = FeedForward::new(up, &down, epilogue("linear2.bias")?, Activation::Gelu);
-        let norm = |part: &str| self.norm(&format!("{name}.{part}"), width);
-        Ok(Block {
-            pre_norms: Some(PreNorms { attention: Some(norm("norm1")?), feed_forward: norm("norm2")? }),
-            attention: self.weights.checked(name, attention)?,
-            feed_forward: self.weights.checked(name, feed_forward)?,
-        })
+        self.blocks().block(block, [projection(0)?, projection(1)?, projection(2)?])
     }
 
     fn text(&self, name: &str, symbols: usize, sizes: TextSizes) -> Loaded<TextEncoder> {

@@ -9,10 +9,11 @@ use std::f64::consts::PI;
 use candle_core::{DType, Device, Result as Candle, Tensor};
 use serde::Deserialize;
 
-use super::fitness::{self, Compared};
+use super::encoder::head::Linear;
+use super::fitness;
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{NumberFormats, Weights};
-use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels, multiply_rows};
+use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError};
 
 type Loaded<T> = Result<T, LoadError>;
@@ -47,12 +48,6 @@ pub struct Pixels(pub Vec<f32>);
 trait Backbone {
     /// One vector for each image of `x` `[images, height, width, 3]`: `[images, width of the vectors]`, f32.
     fn forward(&self, x: &Tensor) -> Candle<Tensor>;
-}
-
-/// A linear layer on the host.
-struct Linear {
-    weights: Panels,
-    bias: Vec<f32>,
 }
 
 #[derive(Deserialize)]
@@ -94,64 +89,62 @@ impl ImageNetwork {
     ) -> Loaded<Self> {
         let Kind { model_type } = files.required_json("config.json")?;
         let formats = number_formats(spec, &model_type)?;
-        let mut network = Self::load_on(device, formats, files, spec, &model_type, sides, labels)?;
-        if fitness::needs_comparison(device, spec.dtype) {
-            let mut reference =
-                Self::load_on(&Device::Cpu, NumberFormats::F32, files, spec, &model_type, sides, labels)?;
-            let known = sides.known();
-            let numbers = |network: &mut Self| {
-                let output = network.forward(&[&known]).map_err(|error| fitness::failed(spec, &error))?;
-                Ok::<_, LoadError>(output.into_iter().next().and_then(Result::ok))
+        let paths = files.weights()?;
+        let load_on = |device: &Device, formats: NumberFormats| {
+            let read = |base, marker| Weights::read(&paths, base, marker, device, formats);
+            let (backbone, weights, [name, bias], width): (Box<dyn Backbone>, _, _, _) =
+                match model_type.as_str() {
+                    "efficientnet_lite" => {
+                        let weights = read("efficientnet", "_conv_stem.weight")?;
+                        let config = files.required_json("config.json")?;
+                        let (backbone, width) = efficientnet::Lite::load(&weights, &config, spec)?;
+                        (Box::new(backbone), weights, ["_fc.weight", "_fc.bias"], width)
+                    }
+                    "resnet" => {
+                        let weights = read("resnet", "embedder.embedder.convolution.weight")?;
+                        let config = files.required_json("config.json")?;
+                        let (backbone, width) = resnet::ResNet::load(&weights, &config, spec)?;
+                        (Box::new(backbone), weights, ["classifier.1.weight", "classifier.1.bias"], width)
+                    }
+                    VIT => {
+                        let weights = read("vit", "embeddings.cls_token")?;
+                        let config = files.required_json("config.json")?;
+                        let (backbone, width) = vit::Vit::load(&weights, &config, sides, spec)?;
+                        (Box::new(backbone), weights, ["classifier.weight", "classifier.bias"], width)
+                    }
+                    other => {
+                        let known = ARCHITECTURES.join(", ");
+                        let reason = format!("model_type is {other:?}; images are classified by {known}");
+                        return Err(spec.unsupported(reason));
+                    }
+                };
+            let labels = Linear {
+                weights: Panels::new(&weights.values(name, &[labels, width])?, width),
+                bias: weights.values(bias, &[labels])?,
             };
-            let (found, expected) = (numbers(&mut network)?, numbers(&mut reference)?);
-            fitness::compare_all(spec, &[Compared { what: "image".to_owned(), found, expected }])?;
+            Ok(Self { backbone, labels, device: device.clone(), dtype: formats.tensors, sides })
+        };
+        let network = load_on(device, formats)?;
+        if fitness::needs_comparison(device, spec.dtype) {
+            let (reference, known) = (load_on(&Device::Cpu, NumberFormats::F32)?, sides.known());
+            let (found, expected) = (network.numbers(&[&known]), reference.numbers(&[&known]));
+            fitness::compare_computed(spec, "image", found, expected)?;
         }
         Ok(network)
     }
 
-    fn load_on(
-        device: &Device,
-        formats: NumberFormats,
-        files: &ModelFiles,
-        spec: &LoadSpec,
-        model_type: &str,
-        sides: Sides,
-        labels: usize,
-    ) -> Loaded<Self> {
-        let paths = files.weights()?;
-        let read = |base, marker| Weights::read(&paths, base, marker, device, formats);
-        let (backbone, weights, [name, bias], width): (Box<dyn Backbone>, _, _, _) = match model_type {
-            "efficientnet_lite" => {
-                let weights = read("efficientnet", "_conv_stem.weight")?;
-                let config = files.required_json("config.json")?;
-                let (backbone, width) = efficientnet::Lite::load(&weights, &config, spec)?;
-                (Box::new(backbone), weights, ["_fc.weight", "_fc.bias"], width)
-            }
-            "resnet" => {
-                let weights = read("resnet", "embedder.embedder.convolution.weight")?;
-                let config = files.required_json("config.json")?;
-                let (backbone, width) = resnet::ResNet::load(&weights, &config, spec)?;
-                (Box::new(backbone), weights, ["classifier.1.weight", "classifier.1.bias"], width)
-            }
-            VIT => {
-                let weights = read("vit", "embeddings.cls_token")?;
-                let config = files.required_json("config.json")?;
-                let (backbone, width) = vit::Vit::load(&weights, &config, sides, spec)?;
-                (Box::new(backbone), weights, ["classifier.weight", "classifier.bias"], width)
-            }
-            other => {
-                let known = ARCHITECTURES.join(", ");
-                return Err(
-                    spec.unsupported(format!("model_type is {other:?}; images are classified by {known}"))
-                );
-            }
-        };
-        let labels = Linear {
-            weights: Panels::new(&weights.values(name, &[labels, width])?, width),
-            bias: weights.values(bias, &[labels])?,
-        };
-        Ok(Self { backbone, labels, device: device.clone(), dtype: formats.tensors, sides })
+    /// The numbers of the labels of each image, one image after the other.
+    fn numbers(&self, images: &[&Pixels]) -> Candle<Vec<f32>> {
+        let x = stacked(images, self.sides, &self.device)?.to_dtype(self.dtype)?;
+        let vectors: Vec<f32> = self.backbone.forward(&x)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+        Ok(self.labels.apply(&vectors, |x| x))
     }
+}
+
+/// Images as one tensor `[images, height, width, 3]` on the device.
+pub(super) fn stacked(images: &[&Pixels], sides: Sides, device: &Device) -> Candle<Tensor> {
+    let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
+    Tensor::from_vec(numbers, (images.len(), sides.height, sides.width, 3), device)
 }
 
 impl Sides {
@@ -173,34 +166,16 @@ impl Forward for ImageNetwork {
     type Pending = Vec<Result<Vec<f32>, TaskError>>;
 
     fn submit(&mut self, inputs: &[&Pixels]) -> Result<Self::Pending, ForwardError> {
-        let vectors = self.vectors(inputs)?;
-        let labels = self.labels.bias.len();
-        let mut numbers = vec![0.0; inputs.len() * labels];
-        multiply_rows(&vectors, &self.labels.weights, &mut numbers, |_, block| {
-            for row in block.chunks_exact_mut(labels) {
-                row.iter_mut().zip(&self.labels.bias).for_each(|(x, bias)| *x += bias);
-            }
-        });
+        let numbers = self.numbers(inputs)?;
         let checked = |numbers: &[f32]| match numbers.iter().find(|number| !number.is_finite()) {
             None => Ok(numbers.to_vec()),
             Some(bad) => Err(TaskError::internal(format!("the model gave {bad} in the output of an image"))),
         };
-        Ok(numbers.chunks_exact(labels).map(checked).collect())
+        Ok(numbers.chunks_exact(self.labels.bias.len()).map(checked).collect())
     }
 
     fn wait(&mut self, pending: Self::Pending) -> Result<Self::Pending, ForwardError> {
         Ok(pending)
-    }
-}
-
-impl ImageNetwork {
-    /// The vectors of the images, one after the other.
-    fn vectors(&self, inputs: &[&Pixels]) -> Candle<Vec<f32>> {
-        let Sides { height, width } = self.sides;
-        let numbers: Vec<f32> = inputs.iter().flat_map(|pixels| &pixels.0).copied().collect();
-        let x = Tensor::from_vec(numbers, (inputs.len(), height, width, 3), &Device::Cpu)?;
-        let x = x.to_device(&self.device)?.to_dtype(self.dtype)?;
-        self.backbone.forward(&x)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
     }
 }
 

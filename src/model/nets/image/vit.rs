@@ -5,13 +5,10 @@ use candle_core::{DType, Result, Tensor};
 use serde::Deserialize;
 
 use super::{Backbone, Loaded, Sides};
+use crate::model::LoadSpec;
 use crate::model::load::weights::Weights;
-use crate::model::nets::block::{Block, Blocks, PreNorms};
-use crate::model::ops::{
-    Activation, AttentionWeights, Clamp, Convolution, Epilogue, FeedForward, Filters, InputWeights,
-    NormParams, Padding, PositionTerms, SelfAttention,
-};
-use crate::model::{LoadError, LoadSpec};
+use crate::model::nets::block::{Blocks, PreNormBlock, PreNormReader};
+use crate::model::ops::{Activation, Clamp, Convolution, Filters, Padding};
 
 /// The sizes of `config.json`.
 #[derive(Deserialize)]
@@ -92,68 +89,33 @@ impl Vit {
         let cls = weights.get("embeddings.cls_token", &[1, 1, hidden])?;
         let positions = weights.get("embeddings.position_embeddings", &[1, count + 1, hidden])?;
         let cls = positions.narrow(1, 0, 1).and_then(|position| cls + position);
-        let reader = Reader { weights, config, activation };
-        let blocks = (0..config.num_hidden_layers).map(|index| reader.block(index)).collect::<Loaded<_>>()?;
+        let reader = PreNormReader { weights, format: weights.matrix_format(), eps: config.layer_norm_eps };
+        let block = |index: usize| {
+            let prefix = format!("encoder.layer.{index}");
+            let has_bias = config.qkv_bias.unwrap_or(true);
+            let part = |name: &str| {
+                reader.linear(&format!("{prefix}.attention.attention.{name}"), [hidden; 2], has_bias)
+            };
+            let block = PreNormBlock {
+                prefix: &prefix,
+                norms: ["layernorm_before", "layernorm_after"],
+                out: "attention.output.dense",
+                feed_forward: ["intermediate.dense", "output.dense"],
+                inner: config.intermediate_size,
+                heads,
+                activation,
+            };
+            reader.block(block, [part("query")?, part("key")?, part("value")?])
+        };
+        let blocks = (0..config.num_hidden_layers).map(block).collect::<Loaded<_>>()?;
         let network = Self {
             patches: weights.checked(name, patches)?,
             cls: weights.checked("embeddings.cls_token", cls)?,
             position_embeddings: weights.checked("embeddings", positions.narrow(1, 1, count))?,
-            blocks: Blocks { blocks, last_norm: Some(reader.norm("layernorm")?) },
+            blocks: Blocks { blocks, last_norm: Some(reader.norm("layernorm", hidden)?) },
             hidden,
         };
         Ok((network, hidden))
-    }
-}
-
-struct Reader<'a> {
-    weights: &'a Weights,
-    config: &'a Config,
-    activation: Activation,
-}
-
-impl Reader<'_> {
-    fn norm(&self, name: &str) -> Loaded<NormParams> {
-        let hidden = self.config.hidden_size;
-        let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[hidden]);
-        let no_bias = self.weights.checked(name, self.weights.zeros(&[hidden]))?;
-        let norm = NormParams::new(&no_bias, &get("weight")?, &get("bias")?, self.config.layer_norm_eps);
-        self.weights.checked(name, norm)
-    }
-
-    fn block(&self, index: usize) -> Loaded<Block> {
-        let Config { hidden_size: hidden, intermediate_size: inner, num_attention_heads: heads, .. } =
-            *self.config;
-        let named = |name: &str| format!("encoder.layer.{index}.{name}");
-        let matrix = |name: &str, from, to| self.weights.get(&format!("{}.weight", named(name)), &[to, from]);
-        let bias = |name: &str, to| self.weights.get(&format!("{}.bias", named(name)), &[to]);
-        let has_bias = self.config.qkv_bias.unwrap_or(true);
-        let part = |name: &str| {
-            let name = format!("attention.attention.{name}");
-            let bias = match has_bias {
-                true => bias(&name, hidden)?,
-                false => self.weights.checked(&name, self.weights.zeros(&[hidden]))?,
-            };
-            Ok::<_, LoadError>((matrix(&name, hidden, hidden)?, bias))
-        };
-        let (out, up, down) = ("attention.output.dense", "intermediate.dense", "output.dense");
-        let qkv = [part("query")?, part("key")?, part("value")?];
-        let (position_terms, format) = (PositionTerms::default(), self.weights.matrix_format());
-        let attention_weights =
-            AttentionWeights { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, format };
-        let epilogue = |name: &str| self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?));
-        let attention = SelfAttention::new(attention_weights, epilogue(out)?);
-        let input =
-            InputWeights { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, format };
-        let feed_forward =
-            FeedForward::new(input, &matrix(down, inner, hidden)?, epilogue(down)?, self.activation);
-        Ok(Block {
-            pre_norms: Some(PreNorms {
-                attention: Some(self.norm(&named("layernorm_before"))?),
-                feed_forward: self.norm(&named("layernorm_after"))?,
-            }),
-            attention: self.weights.checked(out, attention)?,
-            feed_forward: self.weights.checked(down, feed_forward)?,
-        })
     }
 }
 

@@ -11,11 +11,10 @@ use candle_transformers::models::{clip, siglip};
 
 use self::config::{NetworkConfig, TextImageConfig};
 use super::fitness::{self, Compared};
-use super::image::Pixels;
+use super::image::{Pixels, Sides, stacked};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{NumberFormats, Weights};
-use crate::model::nets::image::Sides;
 use crate::model::ops::pooling::normalize;
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError};
 
@@ -110,9 +109,42 @@ impl TextImageNetwork {
         pad: u32,
     ) -> Loaded<Self> {
         let formats = check_dtype(spec)?;
-        let mut network = Self::load_on(device, formats, files, config, pad)?;
+        let load_on = |device: &Device, formats: NumberFormats| {
+            let weights = Weights::read(&files.weights()?, "", "logit_scale", device, formats)?;
+            let builder = VarBuilder::from_tensors(weights.all()?, formats.tensors, device);
+            if let NetworkConfig::Clip(sizes) = &config.network {
+                // candle-transformers fills a missing class embedding with random numbers.
+                weights.get("vision_model.embeddings.class_embedding", &[sizes.vision_config.embed_dim])?;
+            }
+            let (network, has_bias) = match &config.network {
+                NetworkConfig::Clip(sizes) => (Clip::load(&builder, sizes).map(Network::Clip), false),
+                NetworkConfig::Siglip(sizes) => {
+                    (siglip::Model::new(sizes, builder).map(Network::Siglip), true)
+                }
+            };
+            let network = weights.checked("the network", network)?;
+            let number = |name: &str| {
+                // The shape of such a tensor is [] in CLIP and [1] in SigLIP.
+                let values = weights.values(name, if has_bias { &[1] } else { &[] })?;
+                Ok::<_, LoadError>(values[0])
+            };
+            Ok::<_, LoadError>(Self {
+                network,
+                device: device.clone(),
+                dtype: formats.tensors,
+                sides: config.sides,
+                // CLIP's attention over texts is causal, so that the padding after a text does not change its vector.
+                pad: if config.pads_texts() { pad } else { 0 },
+                padded_len: config.pads_texts().then_some(config.max_tokens),
+                similarity: Similarity {
+                    scale: number("logit_scale")?.exp(),
+                    bias: if has_bias { Some(number("logit_bias")?) } else { None },
+                },
+            })
+        };
+        let mut network = load_on(device, formats)?;
         if fitness::needs_comparison(device, spec.dtype) {
-            let mut reference = Self::load_on(&Device::Cpu, NumberFormats::F32, files, config, pad)?;
+            let mut reference = load_on(&Device::Cpu, NumberFormats::F32)?;
             let ids: Vec<u32> = (0..config.max_tokens.min(8) as u32).collect();
             let text = Tokens { second: ids.len(), ids, truncated: false, unpooled: 0 };
             let known =
@@ -129,44 +161,6 @@ impl TextImageNetwork {
             fitness::compare_all(spec, &compared)?;
         }
         Ok(network)
-    }
-
-    fn load_on(
-        device: &Device,
-        formats: NumberFormats,
-        files: &ModelFiles,
-        config: &TextImageConfig,
-        pad: u32,
-    ) -> Loaded<Self> {
-        let weights = Weights::read(&files.weights()?, "", "logit_scale", device, formats)?;
-        let builder = VarBuilder::from_tensors(weights.all()?, formats.tensors, device);
-        if let NetworkConfig::Clip(sizes) = &config.network {
-            // candle-transformers fills a missing class embedding with random numbers.
-            weights.get("vision_model.embeddings.class_embedding", &[sizes.vision_config.embed_dim])?;
-        }
-        let (network, has_bias) = match &config.network {
-            NetworkConfig::Clip(sizes) => (Clip::load(&builder, sizes).map(Network::Clip), false),
-            NetworkConfig::Siglip(sizes) => (siglip::Model::new(sizes, builder).map(Network::Siglip), true),
-        };
-        let network = weights.checked("the network", network)?;
-        let number = |name: &str| {
-            // The shape of such a tensor is [] in CLIP and [1] in SigLIP.
-            let values = weights.values(name, if has_bias { &[1] } else { &[] })?;
-            Ok::<_, LoadError>(values[0])
-        };
-        Ok(Self {
-            network,
-            device: device.clone(),
-            dtype: formats.tensors,
-            sides: config.sides,
-            // CLIP's attention over texts is causal, so that the padding after a text does not change its vector.
-            pad: if config.pads_texts() { pad } else { 0 },
-            padded_len: config.pads_texts().then_some(config.max_tokens),
-            similarity: Similarity {
-                scale: number("logit_scale")?.exp(),
-                bias: if has_bias { Some(number("logit_bias")?) } else { None },
-            },
-        })
     }
 
     /// How similarities become scores.
@@ -200,10 +194,8 @@ impl TextImageNetwork {
 
     /// The vectors of images, `[images, width]`.
     fn images(&self, images: &[&Pixels]) -> CandleResult<Tensor> {
-        let Sides { height, width } = self.sides;
-        let numbers = images.iter().map(|Pixels(numbers)| &numbers[..]).collect::<Vec<_>>().concat();
         // Permuted on the device: for a GPU's batch, that would take a CPU longer than the network takes the GPU.
-        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &self.device)?;
+        let x = stacked(images, self.sides, &self.device)?;
         let x = x.to_dtype(self.dtype)?.permute((0, 3, 1, 2))?.contiguous()?;
         match &self.network {
             Network::Clip(clip) => clip.images.get_image_features(&x),

@@ -8,6 +8,7 @@ use super::config::{Head, POSITIONS, WhisperConfig};
 use super::{LayerNorm, Linear, values};
 use crate::model::LoadError;
 use crate::model::load::weights::Weights;
+use crate::model::nets::decoder::on_one_of_rayons_threads;
 use crate::model::ops::causal::{self, CrossSpan, attend, attend_across, weights_across};
 use crate::model::ops::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
 use crate::model::ops::{self, Activation, Matrix, activate, multiply_together};
@@ -235,12 +236,7 @@ impl Decoder {
     /// the tokens of all `spans`, in their order; they must be in the vocabulary and within the context. Each slot must
     /// have a window. A token that is computed again replaces the earlier one.
     pub fn forward(&mut self, ids: &[u32], spans: &[Span], wanted: &[usize], logits: &mut Vec<f32>) {
-        if rayon::current_num_threads() == 1 {
-            return self.step(ids, spans, wanted, logits);
-        }
-        // The step runs on one of the threads that share the matrix products; `Decoder::forward` in
-        // `nets/decoder/host.rs` says why.
-        rayon::scope(|_| self.step(ids, spans, wanted, logits));
+        on_one_of_rayons_threads(|| self.step(ids, spans, wanted, logits));
     }
 
     fn step(&mut self, ids: &[u32], spans: &[Span], wanted: &[usize], logits: &mut Vec<f32>) {

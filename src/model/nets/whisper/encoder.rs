@@ -7,11 +7,8 @@ use super::config::{Layers, POSITIONS, WhisperConfig};
 use super::{EPS, values};
 use crate::model::LoadError;
 use crate::model::load::weights::Weights;
-use crate::model::nets::block::{Block, Blocks, PreNorms};
-use crate::model::ops::{
-    Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, Panels, PositionTerms,
-    SelfAttention, activate, in_parallel, multiply_rows,
-};
+use crate::model::nets::block::{Blocks, PreNormBlock, PreNormReader};
+use crate::model::ops::{Activation, Panels, activate, in_parallel, multiply_rows};
 use crate::model::sound::features::FRAMES;
 
 /// The kernel size of each convolution, in frames.
@@ -135,59 +132,22 @@ pub(super) fn blocks(
     width: usize,
     layers: Layers,
 ) -> std::result::Result<Blocks, LoadError> {
-    let reader = Reader { weights, width, layers };
-    let blocks = (0..layers.count).map(|index| reader.block(index));
-    let blocks = blocks.collect::<std::result::Result<_, _>>()?;
-    Ok(Blocks { blocks, last_norm: Some(reader.norm("encoder.layer_norm")?) })
-}
-
-/// Reads blocks.
-struct Reader<'a> {
-    weights: &'a Weights,
-    width: usize,
-    layers: Layers,
-}
-
-impl Reader<'_> {
-    fn norm(&self, name: &str) -> std::result::Result<NormParams, LoadError> {
-        let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[self.width]);
-        // `NormParams` also adds the bias of a linear layer before the norm. There is none here.
-        let no_bias = self.zeros(name)?;
-        self.weights.checked(name, NormParams::new(&no_bias, &get("weight")?, &get("bias")?, EPS))
-    }
-
-    fn zeros(&self, name: &str) -> std::result::Result<Tensor, LoadError> {
-        self.weights.checked(name, self.weights.zeros(&[self.width]))
-    }
-
-    fn block(&self, index: usize) -> std::result::Result<Block, LoadError> {
-        let (width, Layers { heads, inner, .. }) = (self.width, self.layers);
-        let named = |name: &str| format!("encoder.layers.{index}.{name}");
-        let matrix = |name: &str, from, to| self.weights.get(&format!("{}.weight", named(name)), &[to, from]);
-        let bias = |name: &str, to| self.weights.get(&format!("{}.bias", named(name)), &[to]);
-        let epilogue = |name: &str| self.weights.checked(name, Epilogue::bias(&bias(name, width)?));
-        let part = |name: &str| matrix(name, width, width);
-        let [q, k, v, out] =
-            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"];
-        let (position_terms, format) = (PositionTerms::default(), self.weights.matrix_format());
-        let qkv = [(part(q)?, bias(q, width)?), (part(k)?, self.zeros(k)?), (part(v)?, bias(v, width)?)];
-        let attention_weights = AttentionWeights { qkv, out: part(out)?, heads, position_terms, format };
-        let attention = SelfAttention::new(attention_weights, epilogue(out)?);
-        let up = InputWeights {
-            matrix: matrix("fc1", width, inner)?,
-            bias: bias("fc1", inner)?,
-            gate: None,
-            format,
+    let reader = PreNormReader { weights, format: weights.matrix_format(), eps: EPS };
+    let block = |index: usize| {
+        let prefix = format!("encoder.layers.{index}");
+        let part =
+            |name: &str, has_bias| reader.linear(&format!("{prefix}.self_attn.{name}"), [width; 2], has_bias);
+        let block = PreNormBlock {
+            prefix: &prefix,
+            norms: ["self_attn_layer_norm", "final_layer_norm"],
+            out: "self_attn.out_proj",
+            feed_forward: ["fc1", "fc2"],
+            inner: layers.inner,
+            heads: layers.heads,
+            activation: Activation::Gelu,
         };
-        let down = matrix("fc2", inner, width)?;
-        let feed_forward = FeedForward::new(up, &down, epilogue("fc2")?, Activation::Gelu);
-        Ok(Block {
-            pre_norms: Some(PreNorms {
-                attention: Some(self.norm(&named("self_attn_layer_norm"))?),
-                feed_forward: self.norm(&named("final_layer_norm"))?,
-            }),
-            attention: self.weights.checked(out, attention)?,
-            feed_forward: self.weights.checked("fc2", feed_forward)?,
-        })
-    }
+        reader.block(block, [part("q_proj", true)?, part("k_proj", false)?, part("v_proj", true)?])
+    };
+    let blocks = (0..layers.count).map(block).collect::<std::result::Result<_, _>>()?;
+    Ok(Blocks { blocks, last_norm: Some(reader.norm("encoder.layer_norm", width)?) })
 }
