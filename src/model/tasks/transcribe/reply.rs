@@ -1,6 +1,6 @@
 //! Writes replies in OpenAI's formats: JSON, JSON with segments, text, SubRip, WebVTT.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use super::request::{Format, SpeechTask};
@@ -44,40 +44,48 @@ pub struct Transcript {
 }
 
 /// A part of the text, about a sentence long.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Segment {
     /// When the window in which it was heard begins, in seconds from the beginning of the recording.
+    #[serde(skip)]
     pub window_start: f64,
     /// When it begins, in seconds.
+    #[serde(serialize_with = "write_rounded_to_ms")]
     pub start: f64,
     /// When it ends.
+    #[serde(serialize_with = "write_rounded_to_ms")]
     pub end: f64,
     /// The text. It begins with a space in languages that separate words by spaces.
     pub text: String,
     /// Its token ids, timestamp tokens included.
     pub tokens: Vec<u32>,
     /// The temperature with which its window was decoded.
+    #[serde(serialize_with = "write_temperature")]
     pub temperature: f32,
     /// The mean log probability of its window's tokens.
-    pub avg_logprob: f32,
+    pub avg_logprob: f64,
     /// The length of its window's text, divided by its length after compression.
-    pub compression_ratio: f32,
+    pub compression_ratio: f64,
     /// The probability that there is no speech in its window.
-    pub no_speech_prob: f32,
+    pub no_speech_prob: f64,
     /// Its words, if word timestamps were requested.
+    #[serde(skip)]
     pub words: Vec<Word>,
     /// The channel in which it was heard, counted from 0, if each channel is transcribed separately.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub channel: Option<usize>,
 }
 
 /// A word with the time at which it was said.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Word {
     /// The word with its punctuation.
     pub word: String,
     /// When it begins, in seconds.
+    #[serde(serialize_with = "write_rounded_to_ms")]
     pub start: f64,
     /// When it ends.
+    #[serde(serialize_with = "write_rounded_to_ms")]
     pub end: f64,
 }
 
@@ -118,40 +126,15 @@ impl Transcript {
     }
 
     fn verbose(&self) -> VerboseReply<'_> {
-        let segment = |(id, segment): (usize, &Segment)| {
-            let numbers = [segment.avg_logprob, segment.compression_ratio, segment.no_speech_prob];
-            let [avg_logprob, compression_ratio, no_speech_prob] = numbers.map(f64::from);
-            VerboseSegment {
-                id,
-                // OpenAI counts frames of 10 ms.
-                seek: (segment.window_start * 100.0).round() as u64,
-                start: rounded_to_ms(segment.start),
-                end: rounded_to_ms(segment.end),
-                text: segment.text.clone(),
-                tokens: segment.tokens.clone(),
-                temperature: rounded_temperature(segment.temperature),
-                avg_logprob,
-                compression_ratio,
-                no_speech_prob,
-                channel: segment.channel,
-            }
-        };
         VerboseReply {
             task: self.task.name(),
             language: self.language.as_deref(),
             duration: rounded_to_ms(self.seconds),
             text: self.text(),
-            segments: self.segments.iter().enumerate().map(segment).collect(),
-            words: self.wants_word_times.then(|| {
-                let words = self.segments.iter().flat_map(|segment| &segment.words);
-                words
-                    .map(|it| VerboseWord {
-                        word: &it.word,
-                        start: rounded_to_ms(it.start),
-                        end: rounded_to_ms(it.end),
-                    })
-                    .collect()
-            }),
+            segments: self.segments.iter().enumerate().map(VerboseSegment::of).collect(),
+            words: self
+                .wants_word_times
+                .then(|| self.segments.iter().flat_map(|segment| &segment.words).collect()),
             usage: self.usage(),
         }
     }
@@ -184,9 +167,13 @@ fn rounded_to_ms(seconds: f64) -> f64 {
     (seconds * 1_000.0).round() / 1_000.0
 }
 
-/// Returns the temperature with four decimals, so that 0.2 is not written with the rounding error of f32.
-fn rounded_temperature(temperature: f32) -> f64 {
-    (f64::from(temperature) * 1e4).round() / 1e4
+fn write_rounded_to_ms<S: Serializer>(seconds: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(rounded_to_ms(*seconds))
+}
+
+/// Writes the temperature with four decimals, so that 0.2 is not written with the rounding error of f32.
+fn write_temperature<S: Serializer>(temperature: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64((f64::from(*temperature) * 1e4).round() / 1e4)
 }
 
 #[derive(Serialize)]
@@ -208,33 +195,25 @@ struct VerboseReply<'a> {
     language: Option<&'a str>,
     duration: f64,
     text: String,
-    segments: Vec<VerboseSegment>,
+    segments: Vec<VerboseSegment<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    words: Option<Vec<VerboseWord<'a>>>,
+    words: Option<Vec<&'a Word>>,
     usage: Usage,
 }
 
 #[derive(Serialize)]
-struct VerboseWord<'a> {
-    word: &'a str,
-    start: f64,
-    end: f64,
+struct VerboseSegment<'a> {
+    id: usize,
+    /// The beginning of its window, in frames of 10 ms.
+    seek: u64,
+    #[serde(flatten)]
+    segment: &'a Segment,
 }
 
-#[derive(Serialize)]
-struct VerboseSegment {
-    id: usize,
-    seek: u64,
-    start: f64,
-    end: f64,
-    text: String,
-    tokens: Vec<u32>,
-    temperature: f64,
-    avg_logprob: f64,
-    compression_ratio: f64,
-    no_speech_prob: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    channel: Option<usize>,
+impl<'a> VerboseSegment<'a> {
+    fn of((id, segment): (usize, &'a Segment)) -> Self {
+        Self { id, seek: (segment.window_start * 100.0).round() as u64, segment }
+    }
 }
 
 /// A part of a reply: the text of a window.
