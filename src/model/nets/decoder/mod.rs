@@ -29,6 +29,7 @@ use crate::model::load::gguf::Gguf;
 use crate::model::load::packed_cache::PackedCache;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::causal::Span;
+use crate::model::ops::gpu::Draw;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, NumberFormat, RowFormat};
 
@@ -45,28 +46,45 @@ fn known_ids(vocabulary: usize) -> Vec<u32> {
 pub enum CachedDecoder {
     /// On the host. A token's results are the same to the last bit, whatever else is in the batch.
     Host(Box<Decoder>, KvBlocks),
-    /// On any device, by candle's operations.
+    /// On any device.
     Device(Box<DeviceDecoder>),
 }
 
+/// A row whose next token is wanted.
+pub struct WantedRow {
+    /// The row.
+    pub row: usize,
+    /// How a device chooses the token. Otherwise the row's logits are given.
+    pub draw: Option<Draw>,
+}
+
 impl CachedDecoder {
-    /// [`Decoder::forward`] or [`DeviceDecoder::forward`].
+    /// Whether the decoder chooses tokens.
+    pub fn can_choose(&self) -> bool {
+        match self {
+            Self::Host(..) => false,
+            Self::Device(decoder) => decoder.can_choose(),
+        }
+    }
+
+    /// [`Decoder::forward`] or [`DeviceDecoder::forward_and_choose`]. Rows have no draw if the decoder cannot choose tokens.
     ///
     /// # Errors
-    /// Those of [`DeviceDecoder::forward`]; [`Decoder::forward`] has none.
+    /// Those of [`DeviceDecoder::forward_and_choose`]; [`Decoder::forward`] has none.
     pub fn forward(
         &mut self,
         ids: &[u32],
         spans: &[Span<'_>],
-        wanted: &[usize],
+        wanted: &[WantedRow],
         logits: &mut Vec<f32>,
-    ) -> candle_core::Result<()> {
+    ) -> candle_core::Result<Vec<Option<u32>>> {
         match self {
             Self::Host(decoder, kv) => {
-                decoder.forward(kv, ids, spans, wanted, logits);
-                Ok(())
+                let wanted: Vec<usize> = wanted.iter().map(|wanted| wanted.row).collect();
+                decoder.forward(kv, ids, spans, &wanted, logits);
+                Ok(Vec::new())
             }
-            Self::Device(decoder) => decoder.forward(ids, spans, wanted, logits),
+            Self::Device(decoder) => decoder.forward_and_choose(ids, spans, wanted, logits),
         }
     }
 

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use super::reply::{Finish, TokenScore, TopScore};
 use crate::model::load::vocabulary::TokenTexts;
-use crate::model::nets::decoder::CachedDecoder;
+use crate::model::nets::decoder::{CachedDecoder, WantedRow};
 use crate::model::ops::causal::Span;
+use crate::model::ops::gpu::Draw;
 use crate::model::ops::kv::BLOCK;
 use crate::model::random::Seed;
 use crate::model::sequences::blocks::{Blocks, Owner, Table};
@@ -120,6 +121,13 @@ struct Chunk {
     is_last: bool,
 }
 
+/// What the decoder gives for a row after which a token is chosen.
+enum RowResult<'a> {
+    Logits(&'a mut [f32]),
+    /// The token that the device has chosen. None if a logit was not finite.
+    Token(Option<u32>),
+}
+
 /// The next token of an answer, with its probability if it was requested.
 struct Chosen {
     id: u32,
@@ -176,15 +184,19 @@ impl TextGenerator {
         Ok(Chunk { slot, prompt_tokens, ids, first_position, is_last })
     }
 
-    /// Chooses the next token after a row; none if more of the prompt must be fed first. `logits` are the logits after
-    /// the row's last token. May be called again for the same row.
-    fn choose(&mut self, chunk: &Chunk, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
+    /// Chooses the next token after a row; none if more of the prompt must be fed first. `result` is that of the row's last
+    /// token. May be called again for the same row.
+    fn choose(&mut self, chunk: &Chunk, result: RowResult<'_>) -> Result<Option<Chosen>, TaskError> {
         if !chunk.is_last {
             return Ok(None);
         }
         let sequence =
             self.sequences.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
-        sequence.choose(logits, &self.token_texts).map(Some)
+        match result {
+            RowResult::Logits(logits) => sequence.choose(logits, &self.token_texts),
+            RowResult::Token(id) => sequence.take(id),
+        }
+        .map(Some)
     }
 
     /// Records that a row was computed, and the token that was chosen after it.
@@ -219,7 +231,25 @@ fn no_block() -> TaskError {
     TaskError::internal("there is no block left for its keys and values")
 }
 
+fn no_finite_number(position: usize) -> TaskError {
+    TaskError::internal(format!("the model gave no finite numbers for token {position} of the answer"))
+}
+
 impl Sequence {
+    /// How a device chooses the next token. None if the host chooses it: by a grammar, or with the probabilities of tokens.
+    fn draw(&mut self) -> Option<Draw> {
+        let is_plain = self.masks.is_none() && self.prompt.logprobs.is_none();
+        is_plain.then(|| self.sampler.draw(self.answer.len()))
+    }
+
+    /// The next token, which the device has chosen. It may be chosen again until it is appended.
+    fn take(&mut self, id: Option<u32>) -> Result<Chosen, TaskError> {
+        let position = self.answer.len();
+        let id = id.ok_or_else(|| no_finite_number(position))?;
+        self.sampler.take(id, position);
+        Ok(Chosen { id, score: None })
+    }
+
     /// The next token. It may be chosen again until it is appended.
     fn choose(&mut self, logits: &mut [f32], token_texts: &TokenTexts) -> Result<Chosen, TaskError> {
         #[cfg(test)]
@@ -230,11 +260,7 @@ impl Sequence {
         if let Some(masks) = &mut self.masks {
             masks.apply(logits)?;
         }
-        let id = self.sampler.choose(logits, position).ok_or_else(|| {
-            TaskError::internal(format!(
-                "the model gave no finite numbers for token {position} of the answer"
-            ))
-        })?;
+        let id = self.sampler.choose(logits, position).ok_or_else(|| no_finite_number(position))?;
         let score = raw_logits.map(|(count, logits)| {
             let (logprob, top) = log_probabilities(&logits, id, count);
             let top_score = |(id, logprob): (u32, f32)| {
@@ -313,34 +339,48 @@ impl Generate for TextGenerator {
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
         let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.chunk(*row)).collect();
+        let can_choose = self.decoder.can_choose();
+        let draw = |chunk: &Chunk| {
+            let sequence = self.sequences.get_mut(&chunk.slot).filter(|_| chunk.is_last && can_choose);
+            sequence.and_then(Sequence::draw)
+        };
+        let draws: Vec<Option<Draw>> = chunks.iter().flatten().map(draw).collect();
         let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
-        for chunk in chunks.iter().flatten() {
+        for (chunk, draw) in chunks.iter().flatten().zip(draws) {
             let Some(sequence) = self.sequences.get(&chunk.slot) else { continue };
             ids.extend_from_slice(&chunk.ids);
             let (blocks, count) = (&*sequence.table.blocks, chunk.ids.len());
             spans.push(Span { blocks, first: chunk.first_position, count });
             if chunk.is_last {
-                wanted.push(ids.len() - 1);
+                wanted.push(WantedRow { row: ids.len() - 1, draw });
             }
         }
         let mut buffer = std::mem::take(&mut self.logits);
-        self.decoder.forward(&ids, &spans, &wanted, &mut buffer)?;
+        let mut tokens = self.decoder.forward(&ids, &spans, &wanted, &mut buffer)?.into_iter();
         let faults = self.decoder.faults().clone();
-        let vocab_size = buffer.len() / wanted.len().max(1);
+        let rows_with_logits = wanted.iter().filter(|wanted| wanted.draw.is_none()).count();
+        let vocab_size = buffer.len() / rows_with_logits.max(1);
         let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));
+        let mut wanted = wanted.iter();
         let mut first_row = 0;
         // All choices, which may fail, come before all advances. If a choice panics, no sequence has advanced yet. The
         // step is then computed again without that row, and the other rows are not fed a second time.
         let choose = |chunk: Result<Chunk, TaskError>| {
             let chunk = chunk?;
-            let row_logits = if chunk.is_last { logits.next() } else { None };
+            let is_drawn = chunk.is_last && wanted.next().is_some_and(|wanted| wanted.draw.is_some());
+            let result = if is_drawn {
+                RowResult::Token(tokens.next().flatten())
+            } else {
+                let row_logits = if chunk.is_last { logits.next() } else { None };
+                RowResult::Logits(row_logits.unwrap_or_default())
+            };
             let rows = first_row..first_row + chunk.ids.len();
             first_row = rows.end;
             // In a later layer the fault spreads to other rows of the sequence.
             if let Some(fault) = faults.range(rows).map(|(_, fault)| fault).min_by_key(|fault| fault.layer) {
                 return Err(TaskError::internal(fault.to_string()));
             }
-            let chosen = self.choose(&chunk, row_logits.unwrap_or_default())?;
+            let chosen = self.choose(&chunk, result)?;
             Ok((chunk, chosen))
         };
         let chosen: Vec<Result<_, TaskError>> = chunks.into_iter().map(choose).collect();
