@@ -362,8 +362,8 @@ fn a_gpu_computes_each_architecture_of_decoders_as_a_cpu_does() {
 }
 
 /// The calls of a step that computes one token of one sequence, after a prompt of so many tokens. The token is the likeliest
-/// one; `logprobs` is whether its probability is wanted too.
-fn calls_of_a_step(model: &str, prompt: usize, logprobs: bool, settings: &[&str]) -> Value {
+/// one; `logprobs` is the number of likeliest tokens that are listed.
+fn calls_of_a_step(model: &str, prompt: usize, logprobs: Option<usize>, settings: &[&str]) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("counts");
     let prompts = [json!(vec![5; prompt])];
@@ -371,8 +371,8 @@ fn calls_of_a_step(model: &str, prompt: usize, logprobs: bool, settings: &[&str]
     let [few, more] = [4, 12].map(|tokens| {
         let variables = [("EMULATED_COUNTS", file.to_str().unwrap())];
         let mut request = json!({"max_tokens": tokens, "temperature": 0, "ignore_eos": true});
-        if logprobs {
-            request["logprobs"] = json!(1);
+        if let Some(count) = logprobs {
+            request["logprobs"] = json!(count);
         }
         let ran = complete(model, &prompts, &request, "cuda:0", settings, &variables);
         assert_eq!(ran.texts.len(), 1, "{}", String::from_utf8_lossy(&ran.output.stderr));
@@ -393,22 +393,22 @@ fn a_step_of_a_decoder_makes_nine_calls_for_each_layer_and_waits_once() {
     // Each of the two layers has 4 products and 5 launches. Beside them are the product with the head, and launches for
     // the token embeddings, the first norm, the last norm and the choice of the token. The step's description has the
     // token's id, its slot, 8 cosines and 8 sines, a block, a tile of 8 words, the row whose result is wanted, and a draw
-    // of 12 words.
+    // of 14 words.
     let numbers = |launches: usize, words: usize, bytes: usize| {
         json!({
             "launches": launches, "products": 9, "copies_to_device": 1, "bytes_to_device": 4 * words,
             "copies_to_host": 1, "bytes_to_host": bytes, "copies": 0, "fills": 0, "waits": 1
         })
     };
-    assert_eq!(calls_of_a_step("generate-llama", 3, false, &[]), numbers(14, 40, 4));
+    assert_eq!(calls_of_a_step("generate-llama", 3, None, &[]), numbers(14, 42, 4));
     let bf16 = ["pool[0].dtype=bf16", "pool[0].options.kv_numbers=bf16"];
-    assert_eq!(calls_of_a_step("generate-llama", 3, false, &bf16), numbers(14, 40, 4));
-    // With probabilities, the device converts the 400 logits to f32, and the host chooses.
-    assert_eq!(calls_of_a_step("generate-llama", 3, true, &bf16), numbers(14, 28, 1600));
+    assert_eq!(calls_of_a_step("generate-llama", 3, None, &bf16), numbers(14, 42, 4));
+    // Of the 400 logits, only the probabilities that are wanted reach the host: the token's, and of two listed ones.
+    assert_eq!(calls_of_a_step("generate-llama", 3, Some(2), &bf16), numbers(14, 42, 24));
     // After 580 tokens each layer has one launch more, which joins the parts of the keys. There are 19 blocks, 3 tiles,
     // and a join of 4 words.
     let long = with_context(1024);
-    assert_eq!(calls_of_a_step(long.path().to_str().unwrap(), 580, false, &[]), numbers(16, 78, 4));
+    assert_eq!(calls_of_a_step(long.path().to_str().unwrap(), 580, None, &[]), numbers(16, 80, 4));
 }
 
 #[test]
@@ -418,6 +418,7 @@ fn a_gpu_draws_the_tokens_that_a_cpu_draws() {
         json!({"temperature": 0.9}),
         json!({"temperature": 1.2, "top_p": 0.7, "top_k": 30}),
         json!({"temperature": 0.7, "min_p": 0.1, "frequency_penalty": 0.5, "repetition_penalty": 1.3}),
+        json!({"temperature": 0.9, "response_format": {"type": "regex", "regex": "(yes|no), [a-z ]{3,12}[.]"}}),
     ] {
         let mut request = json!({"max_tokens": 24, "ignore_eos": true, "seed": 5});
         for (name, value) in changes.as_object().unwrap() {

@@ -14,13 +14,13 @@ use libloading::Library;
 use sconce::model::ops::Activation;
 use sconce::model::ops::causal::{Scoring, Span};
 use sconce::model::ops::gpu::{
-    self, Addition, Argument, Draws, ElementType, HeadSteps, Heads, Keys, Launch, Matrix, Norm, Normed,
-    PagedHeads, PagedKv, PagedTiles, Plan, Pointer, Words,
+    self, Addition, Argument, Drawn, Draws, ElementType, HeadSteps, Heads, Keys, Launch, Matrix, Norm,
+    Normed, PagedHeads, PagedKv, PagedTiles, Plan, Pointer, Words,
 };
 use sconce::model::ops::kv::BLOCK;
 use sconce::model::ops::pooling::{MAX_MODES, Mode, Pooling};
 use sconce::model::random::Seed;
-use sconce::model::sequences::sampler::{Sampler, Sampling};
+use sconce::model::sequences::sampler::{Sampler, Sampling, log_probabilities};
 
 const ALL: [ElementType; 3] = [ElementType::F32, ElementType::F16, ElementType::Bf16];
 
@@ -886,18 +886,21 @@ fn chosen_on_device(
     element_type: ElementType,
     vocabulary: usize,
     draws: &[(usize, gpu::Draw)],
+    masks: &[u32],
     finish: (f32, Option<f32>),
-) -> Vec<Option<u32>> {
+) -> Vec<Drawn> {
     let mut words = Words { all: vec![9; 5] };
     let planned = Draws::new(&mut words, draws);
     let (on_device, words) = (Memory::of(element_type, logits), Memory::of_words(&words.all));
-    let chosen = Memory::of_words(&vec![0; draws.len()]);
+    let results = Memory::of_words(&vec![0; planned.words_of_results()]);
+    let masks = Memory::of_words(masks);
     let scratch = Memory::of(ElementType::F32, &vec![f32::NAN; draws.len() * vocabulary]);
     let rows = logits.len() / vocabulary;
     let logits = matrix(&on_device, element_type, rows, vocabulary);
-    run(&gpu::choose([chosen.at(), scratch.at(), words.at()], logits, finish, planned));
+    run(&gpu::choose([results.at(), scratch.at(), words.at(), masks.at()], logits, finish, planned));
     scratch.read(ElementType::F32);
-    chosen.read(ElementType::F32).into_iter().map(|word| gpu::chosen_token(word.to_bits())).collect()
+    let written: Vec<u32> = results.read(ElementType::F32).into_iter().map(f32::to_bits).collect();
+    planned.results(&written, draws)
 }
 
 #[test]
@@ -941,7 +944,8 @@ fn tokens_are_chosen_as_on_the_host() {
                 on_device.take(id.unwrap(), position);
                 right.push(id);
             }
-            let chosen = chosen_on_device(&logits, element_type, vocabulary, &draws, finish);
+            let drawn = chosen_on_device(&logits, element_type, vocabulary, &draws, &[], finish);
+            let chosen: Vec<Option<u32>> = drawn.iter().map(|drawn| drawn.id).collect();
             assert_eq!(chosen, right, "{element_type:?} {sampling:?}");
         }
     }
@@ -954,8 +958,8 @@ fn equally_likely_tokens_are_drawn_in_the_order_of_their_ids_and_none_without_fi
         ..Sampler::new(sampling, Seed { task: 1, sequence: 0 }, &[]).draw(0)
     };
     let chosen = |logits: &[f32], uniform, sampling| {
-        chosen_on_device(logits, ElementType::F32, logits.len(), &[(0, draw(uniform, sampling))], (1.0, None))
-            [0]
+        let draws = [(0, draw(uniform, sampling))];
+        chosen_on_device(logits, ElementType::F32, logits.len(), &draws, &[], (1.0, None))[0].id
     };
     let even = [1.5; 600];
     let plain = Sampling::at(1.0);
@@ -969,4 +973,59 @@ fn equally_likely_tokens_are_drawn_in_the_order_of_their_ids_and_none_without_fi
         assert_eq!(chosen(&[0.0, broken, 1.0], 0.5, plain), None);
     }
     assert_eq!(chosen(&[f32::NEG_INFINITY; 3], 0.5, plain), None);
+}
+
+#[test]
+fn masked_tokens_are_not_chosen_and_probabilities_are_those_of_all_tokens() {
+    let (vocabulary, rows) = (1003_usize, 5);
+    let logits = noise(rows * vocabulary, 6.0, 33);
+    let words = vocabulary.div_ceil(32);
+    // Of the first mask every seventh token may be chosen, of the second one none.
+    let mut masks = vec![0_u32; 2 * words];
+    let is_allowed = |id: usize| id % 7 == 3;
+    (0..vocabulary).filter(|id| is_allowed(*id)).for_each(|id| masks[id / 32] |= 1 << (id % 32));
+    for sampling in [Sampling::at(0.0), Sampling::at(1.1), Sampling { top_p: 0.8, ..Sampling::at(1.0) }] {
+        let seed = |row| Seed { task: 5, sequence: row };
+        let draw = |(row, is_masked, logprobs): (usize, bool, Option<usize>)| {
+            let mut sampler = Sampler::new(sampling, seed(row as u64), &[]);
+            (row, gpu::Draw { is_masked, logprobs, ..sampler.draw(0) })
+        };
+        let cases = [
+            (1, true, Some(3)),
+            (0, false, None),
+            (4, false, Some(0)),
+            (2, true, None),
+            (3, false, Some(20)),
+        ];
+        let draws = cases.map(draw);
+        let drawn = chosen_on_device(&logits, ElementType::F32, vocabulary, &draws, &masks, (1.0, None));
+        for ((row, is_masked, count), drawn) in cases.into_iter().zip(drawn) {
+            let of_row = &logits[row * vocabulary..][..vocabulary];
+            let mut allowed = of_row.to_vec();
+            for (id, x) in allowed.iter_mut().enumerate() {
+                // The second mask is that of row 2.
+                if is_masked && (row == 2 || !is_allowed(id)) {
+                    *x = f32::NEG_INFINITY;
+                }
+            }
+            let right = Sampler::new(sampling, seed(row as u64), &[]).choose(&mut allowed, 0);
+            assert_eq!(drawn.id, right, "{row} {sampling:?}");
+            assert_eq!(drawn.top.len(), count.unwrap_or_default());
+            let (Some(count), Some(id)) = (count, right) else { continue };
+            let (logprob, top) = log_probabilities(of_row, id, count);
+            assert!((drawn.logprob - logprob).abs() < 1e-5, "{} {logprob}", drawn.logprob);
+            for (found, right) in drawn.top.iter().zip(&top) {
+                assert_eq!(found.0, right.0);
+                assert!((found.1 - right.1).abs() < 1e-5, "{found:?} {right:?}");
+            }
+        }
+    }
+    // Of tokens with the same number, the first ones are listed.
+    let draw = gpu::Draw {
+        logprobs: Some(4),
+        ..Sampler::new(Sampling::at(0.0), Seed { task: 1, sequence: 0 }, &[]).draw(0)
+    };
+    let drawn =
+        chosen_on_device(&[1.0, 2.0, 1.0, 2.0, 1.0], ElementType::F32, 5, &[(0, draw)], &[], (1.0, None));
+    assert_eq!(drawn[0].top.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 3, 0, 2]);
 }

@@ -115,6 +115,8 @@ impl Sampler {
             frequency_penalty: self.sampling.frequency_penalty,
             presence_penalty: self.sampling.presence_penalty,
             repetition_penalty: self.sampling.repetition_penalty,
+            logprobs: None,
+            is_masked: false,
         }
     }
 

@@ -29,7 +29,7 @@ use crate::model::load::gguf::Gguf;
 use crate::model::load::packed_cache::PackedCache;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::causal::Span;
-use crate::model::ops::gpu::Draw;
+use crate::model::ops::gpu::{Draw, Drawn};
 use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, NumberFormat, RowFormat};
 
@@ -50,13 +50,9 @@ pub enum CachedDecoder {
     Device(Box<DeviceDecoder>),
 }
 
-/// A row whose next token is wanted.
-pub struct WantedRow {
-    /// The row.
-    pub row: usize,
-    /// How a device chooses the token. Otherwise the row's logits are given.
-    pub draw: Option<Draw>,
-}
+/// Chooses the tokens of a step that a device computes meanwhile, and waits for them. It takes the masks of the draws that
+/// have one: a bit for each token in bytes, the lowest bit first; missing bits are 0.
+pub type Choice = Box<dyn FnOnce(&[&[u8]]) -> candle_core::Result<Vec<Drawn>>>;
 
 impl CachedDecoder {
     /// Whether the decoder chooses tokens.
@@ -67,7 +63,8 @@ impl CachedDecoder {
         }
     }
 
-    /// [`Decoder::forward`] or [`DeviceDecoder::forward_and_choose`]. Rows have no draw if the decoder cannot choose tokens.
+    /// [`Decoder::forward`] or [`DeviceDecoder::forward_and_choose`]. There are no draws if the decoder cannot choose tokens;
+    /// then there is no choice, but logits.
     ///
     /// # Errors
     /// Those of [`DeviceDecoder::forward_and_choose`]; [`Decoder::forward`] has none.
@@ -75,16 +72,16 @@ impl CachedDecoder {
         &mut self,
         ids: &[u32],
         spans: &[Span<'_>],
-        wanted: &[WantedRow],
+        wanted: &[usize],
+        draws: &[Draw],
         logits: &mut Vec<f32>,
-    ) -> candle_core::Result<Vec<Option<u32>>> {
+    ) -> candle_core::Result<Option<Choice>> {
         match self {
             Self::Host(decoder, kv) => {
-                let wanted: Vec<usize> = wanted.iter().map(|wanted| wanted.row).collect();
-                decoder.forward(kv, ids, spans, &wanted, logits);
-                Ok(Vec::new())
+                decoder.forward(kv, ids, spans, wanted, logits);
+                Ok(None)
             }
-            Self::Device(decoder) => decoder.forward_and_choose(ids, spans, wanted, logits),
+            Self::Device(decoder) => decoder.forward_and_choose(ids, spans, wanted, draws, logits),
         }
     }
 

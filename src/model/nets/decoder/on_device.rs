@@ -18,11 +18,11 @@ use candle_nn::rotary_emb::rope;
 
 use super::config::{DecoderConfig, LayerConfig};
 use super::host::{FeedForward, Gated, Linear, RouterFaults, choose_experts};
-use super::{DecoderWeights, KNOWN_TOKENS, WantedRow, host, known_ids};
+use super::{Choice, DecoderWeights, KNOWN_TOKENS, host, known_ids};
 use crate::model::nets::cached_attention::{Group, Packed, Reach, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_formats};
 use crate::model::ops::causal::Span;
-use crate::model::ops::gpu::{ElementType, PagedHeads};
+use crate::model::ops::gpu::{Draw, ElementType, PagedHeads};
 use crate::model::ops::kv::{BLOCK, KvNumbers};
 use crate::model::ops::{Activation, Matrix, Rotary, cos_sin};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
@@ -259,8 +259,8 @@ impl DeviceDecoder {
         self.kernel_heads.is_some()
     }
 
-    /// As [`DeviceDecoder::forward`]. The tokens after the rows with a draw are chosen and returned, if the decoder can
-    /// choose; none for a row with a logit that is NaN or infinite. `logits` are those of the other rows.
+    /// As [`DeviceDecoder::forward`]. If the decoder can choose tokens, there is a draw for each wanted row; the device
+    /// begins to compute the step, and the choice is returned in the place of logits.
     ///
     /// # Errors
     /// As [`DeviceDecoder::forward`].
@@ -268,19 +268,19 @@ impl DeviceDecoder {
         &mut self,
         ids: &[u32],
         spans: &[Span<'_>],
-        wanted: &[WantedRow],
+        wanted: &[usize],
+        draws: &[Draw],
         logits: &mut Vec<f32>,
-    ) -> Result<Vec<Option<u32>>> {
+    ) -> Result<Option<Choice>> {
         #[cfg(feature = "cuda")]
-        if let Some(heads) = self.kernel_heads {
+        if let Some(heads) = self.kernel_heads.filter(|_| !ids.is_empty()) {
             let mut faults = RouterFaults::new();
-            let result = self.choose_by_kernels(heads, ids, spans, wanted, logits, &mut faults);
+            let choice = self.choice_by_kernels(heads, ids, spans, wanted, draws, &mut faults);
             self.faults = faults;
-            return result;
+            return choice.map(Some);
         }
-        let rows: Vec<usize> = wanted.iter().map(|wanted| wanted.row).collect();
-        self.forward(ids, spans, &rows, logits)?;
-        Ok(Vec::new())
+        debug_assert!(draws.is_empty(), "only kernels choose tokens");
+        self.forward(ids, spans, wanted, logits).map(|()| None)
     }
 
     /// As [`Decoder::faults`](super::Decoder::faults).

@@ -10,8 +10,8 @@ use super::super::Activation;
 use super::super::causal::Scoring;
 use super::super::pooling::Mode;
 use super::{
-    Addition, Argument, Draws, ElementType, HeadSteps, Heads, Launch, MAX_WIDTH, Matrix, Norm, Normed,
-    PagedHeads, PagedKv, PagedTiles, Plan, Pointer, Source,
+    Addition, Argument, Draw, Drawn, Draws, ElementType, HeadSteps, Heads, Launch, MAX_WIDTH, Matrix, Norm,
+    Normed, PagedHeads, PagedKv, PagedTiles, Plan, Pointer, Source,
 };
 
 /// The plan of a batch, which is also on the device.
@@ -305,28 +305,44 @@ pub fn gate(x: &Tensor, bias: Option<&Tensor>, activation: Activation) -> Result
     Ok(out)
 }
 
-/// The tokens of `draws`, from the logits `[_, vocabulary]` before they are divided and bounded by a cap. None for a row
-/// with a logit that is NaN or infinite.
+/// The results of `draws`, from the logits `[_, vocabulary]` before they are divided and bounded by a cap. `masks` are
+/// those of the draws that have one: a bit for each token in bytes, the lowest bit first; missing bits are 0.
 ///
 /// # Errors
 /// The driver's error.
 pub fn choose(
     logits: &Tensor,
     finish: (f32, Option<f32>),
-    draws: Draws,
+    planned: Draws,
+    draws: &[(usize, Draw)],
+    masks: &[&[u8]],
     step: &PagedStep,
-) -> Result<Vec<Option<u32>>> {
+) -> Result<Vec<Drawn>> {
     let Some(element_type) = ElementType::of(logits.dtype()) else {
         bail!("no kernel reads {:?}", logits.dtype())
     };
     let [rows, width] = shape(logits)?;
-    let chosen = uninitialised((1, draws.count), DType::U32, logits.device())?;
-    let scratch = uninitialised((draws.count, width as usize), DType::F32, logits.device())?;
-    let pointers = [pointer(&chosen)?, pointer(&scratch)?, step.address(0)?];
+    let device = logits.device();
+    let results = uninitialised((1, planned.words_of_results()), DType::U32, device)?;
+    let scratch = uninitialised((planned.count, width as usize), DType::F32, device)?;
+    let masks = match masks.is_empty() {
+        true => None,
+        false => Some(Tensor::new(mask_words(masks, width), device)?),
+    };
+    let pointers = [pointer(&results)?, pointer(&scratch)?, step.address(0)?, optional(masks.as_ref())?];
     let matrix = Matrix { address: pointer(logits)?, element_type, rows, width };
-    run(logits, &super::choose(pointers, matrix, finish, draws))?;
-    let chosen: Vec<u32> = chosen.flatten_all()?.to_vec1()?;
-    Ok(chosen.into_iter().map(super::chosen_token).collect())
+    run(logits, &super::choose(pointers, matrix, finish, planned))?;
+    let written: Vec<u32> = results.flatten_all()?.to_vec1()?;
+    Ok(planned.results(&written, draws))
+}
+
+/// The masks of a vocabulary of `width` tokens in whole words.
+fn mask_words(masks: &[&[u8]], width: u32) -> Vec<u32> {
+    let word = |mask: &[u8], at: usize| {
+        u32::from_le_bytes(std::array::from_fn(|byte| mask.get(4 * at + byte).copied().unwrap_or_default()))
+    };
+    let words = width.div_ceil(u32::BITS) as usize;
+    masks.iter().flat_map(|mask| (0..words).map(|at| word(mask, at))).collect()
 }
 
 fn addition(added: &Added<'_>) -> Result<Addition> {
@@ -395,7 +411,7 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
 
 #[expect(unsafe_code, reason = "no time is spent on zeros that are overwritten")]
 fn uninitialised(shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: every kernel here writes every number of its result.
+    // SAFETY: every kernel here writes every number of its result that is read.
     unsafe { Tensor::empty(shape, dtype, device) }
 }
 

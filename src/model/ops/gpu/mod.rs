@@ -29,7 +29,7 @@ mod rotation;
 pub use activation::{activate, gate};
 pub use add_norm::{MAX_WIDTH, Norm, add_norm, embed};
 pub use attention::{Heads, attend};
-pub use choice::{Draw, Draws, choose, chosen_token};
+pub use choice::{Draw, Drawn, Draws, choose};
 pub use paged_attention::{Keys, PagedHeads, PagedKv, PagedTiles, Words, attend_blocks};
 pub use plan::{Plan, Tiles};
 pub use pooling::pool;

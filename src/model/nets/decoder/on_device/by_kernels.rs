@@ -5,11 +5,11 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::WantedRow;
+use super::super::Choice;
 use super::super::config::DecoderConfig;
 use super::super::host::RouterFaults;
 use super::{DeviceDecoder, Layer};
-use crate::model::nets::cached_attention::{indices, token_slot};
+use crate::model::nets::cached_attention::token_slot;
 use crate::model::ops::causal::Span;
 use crate::model::ops::gpu::cuda::{
     Added, HeadTensors, PagedStep, add, add_rms_norm, attend_blocks, choose, embed_rows, gate, rms_norm_of,
@@ -56,46 +56,24 @@ impl DeviceDecoder {
     }
 
     /// As [`DeviceDecoder::forward_and_choose`].
-    pub(super) fn choose_by_kernels(
+    pub(super) fn choice_by_kernels(
         &self,
         heads: PagedHeads,
         ids: &[u32],
         spans: &[Span<'_>],
-        wanted: &[WantedRow],
-        logits: &mut Vec<f32>,
+        wanted: &[usize],
+        draws: &[Draw],
         faults: &mut RouterFaults,
-    ) -> Result<Vec<Option<u32>>> {
-        logits.clear();
-        if ids.is_empty() {
-            return Ok(Vec::new());
-        }
-        let rows: Vec<usize> = wanted.iter().map(|wanted| wanted.row).collect();
-        let drawn = |(row, wanted): (usize, &WantedRow)| Some((row, wanted.draw.clone()?));
-        let draws: Vec<(usize, Draw)> = wanted.iter().enumerate().filter_map(drawn).collect();
-        let step = self.kernel_step(heads, ids, spans, &rows, &draws)?;
-        let Some((last, head)) = self.rows_by_kernels(&step, &self.layers, faults)?.zip(self.head.as_ref())
-        else {
-            return Ok(Vec::new());
+    ) -> Result<Choice> {
+        let draws: Vec<(usize, Draw)> = draws.iter().cloned().enumerate().collect();
+        let step = self.kernel_step(heads, ids, spans, wanted, &draws)?;
+        let last = self.rows_by_kernels(&step, &self.layers, faults)?;
+        let Some((last, head)) = last.zip(self.head.as_ref()) else {
+            return Ok(Box::new(|_| Ok(Vec::new())));
         };
-        let all_logits = last.matmul(&head.t()?)?;
-        let others = (0..).zip(wanted).filter(|(_, wanted)| wanted.draw.is_none()).map(|(row, _)| row);
-        let others: Vec<u32> = others.collect();
-        let tokens = match draws.is_empty() {
-            true => Vec::new(),
-            false => {
-                let finish = (self.config.logit_divisor, self.config.logit_cap);
-                choose(&all_logits, finish, step.draws, &step.shared)?
-            }
-        };
-        if !others.is_empty() {
-            let others = match draws.is_empty() {
-                true => all_logits,
-                false => all_logits.index_select(&indices(others, &self.device)?, 0)?,
-            };
-            *logits = others.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-            self.config.finish_logits(logits);
-        }
-        Ok(tokens)
+        let logits = last.matmul(&head.t()?)?;
+        let finish = (self.config.logit_divisor, self.config.logit_cap);
+        Ok(Box::new(move |masks| choose(&logits, finish, step.draws, &draws, masks, &step.shared)))
     }
 
     /// Computes a step with these layers. Returns the rows whose results are wanted, normalised; none if there are none.
