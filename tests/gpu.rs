@@ -463,10 +463,11 @@ fn whisper(context: usize) -> tempfile::TempDir {
     folder
 }
 
-/// The transcript of each recording in its language, with the times of words.
+/// The transcript of each recording in its language. `granularity` is what gets times: `segment` or `word`.
 fn transcribe(
     model: &Path,
     recordings: &[(&str, &str)],
+    granularity: &str,
     device: &str,
     settings: &[&str],
     variables: &[(&str, &str)],
@@ -477,7 +478,7 @@ fn transcribe(
         // With such a temperature the likeliest tokens are drawn, once.
         json!({
             "file_url": format!("data:audio/flac;base64,{bytes}"), "language": language, "temperature": 1e-5,
-            "response_format": "verbose_json", "timestamp_granularities": ["word"], "vad": false
+            "response_format": "verbose_json", "timestamp_granularities": [granularity], "vad": false
         })
     };
     let bodies: Vec<Value> = recordings.iter().map(body).collect();
@@ -493,16 +494,15 @@ fn a_gpu_transcribes_several_recordings_at_once_as_a_cpu_does() {
         let segments = transcript["segments"].as_array().unwrap();
         segments.iter().map(|segment| segment["avg_logprob"].as_f64().unwrap()).collect()
     };
-    let (_, cpu) = transcribe(model.path(), &recordings, "cpu", &["pool[0].dtype=f32"], &[]);
+    let (_, cpu) = transcribe(model.path(), &recordings, "word", "cpu", &["pool[0].dtype=f32"], &[]);
     assert!(cpu.iter().all(|it| !it["words"].as_array().unwrap().is_empty()), "{cpu:?}");
     for (dtype, within) in [("f32", 1e-3), ("bf16", 0.1)] {
-        let settings = [&*format!("pool[0].dtype={dtype}")];
-        let (ran, gpu) = transcribe(model.path(), &recordings, "cuda:0", &settings, &[]);
+        let setting = format!("pool[0].dtype={dtype}");
+        let (ran, gpu) = transcribe(model.path(), &recordings, "word", "cuda:0", &[&setting], &[]);
         let said = String::from_utf8_lossy(&ran.stderr);
         assert_eq!(gpu.len(), cpu.len(), "{said}");
         let pairs = cpu.iter().zip(&gpu).filter(|(a, b)| a["text"] == b["text"]);
         let same: Vec<(&Value, &Value)> = pairs.collect();
-        println!("{dtype}: {} of {} {gpu:?}", same.len(), cpu.len());
         let off = same
             .iter()
             .flat_map(|(a, b)| likelihoods(a).into_iter().zip(likelihoods(b)).map(|(a, b)| (a - b).abs()));
@@ -519,19 +519,40 @@ fn a_gpu_transcribes_several_recordings_at_once_as_a_cpu_does() {
 fn a_step_of_whisper_makes_fifteen_calls_for_each_layer_and_waits_once() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("counts");
-    let calls = |settings: &[&str]| {
+    let calls = |dtype: &str| {
+        let setting = format!("pool[0].dtype={dtype}");
         // Texts of 24 and of 32 tokens.
         let [few, more] = [48, 64].map(|context| {
             let variables = [("EMULATED_COUNTS", file.to_str().unwrap())];
             let model = whisper(context);
-            let (ran, texts) =
-                transcribe(model.path(), &[("short.flac", "de")], "cuda:0", settings, &variables);
+            let (ran, texts) = transcribe(
+                model.path(),
+                &[("short.flac", "de")],
+                "segment",
+                "cuda:0",
+                &[&setting],
+                &variables,
+            );
             assert_eq!(texts.len(), 1, "{}", String::from_utf8_lossy(&ran.stderr));
             fs::read(&file).unwrap()
         });
         calls_of_each(&few, &more, 8)
     };
-    println!("{} {}", calls(&["pool[0].dtype=f32"]), calls(&["pool[0].dtype=bf16"]));
+    // Each of the two layers has 6 products and 9 launches. Beside them are the product with the token embeddings, and
+    // launches for the embeddings of tokens and positions, the first norm and the last norm. The step's description has
+    // the token's id, its position, its slot, 2 blocks of its text and 47 of its window, a tile of the text's keys and 6
+    // of the window's with 8 words each, a join of 4 words, and the row whose logits are wanted. The longer context has
+    // 16 further positions, 32 numbers each, which two networks load. 1812 logits are copied to the host.
+    let numbers = |launches: usize| {
+        let (words, loaded) = (3 + 2 + 47 + 8 + 6 * 8 + 4 + 1, 2 * 16 * 32 / 8);
+        json!({
+            "launches": launches, "products": 13, "copies_to_device": 1, "bytes_to_device": 4 * (words + loaded),
+            "copies_to_host": 1, "bytes_to_host": 4 * 1812, "copies": 0, "fills": 0, "waits": 1
+        })
+    };
+    assert_eq!(calls("f32"), numbers(22));
+    // The device converts the logits to f32.
+    assert_eq!(calls("bf16"), numbers(23));
 }
 
 #[test]
