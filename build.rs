@@ -9,7 +9,8 @@ use std::process::Command;
 /// The features that `--version` names, in its order.
 const FEATURES: [&str; 6] = ["candle-transformers", "cuda", "http", "otlp", "tables", "top"];
 const FOLDER: &str = "src/model/ops/gpu";
-const KERNELS: [&str; 4] = ["activation", "add_norm", "attention", "pooling"];
+const KERNELS: [&str; 8] =
+    ["activation", "add_norm", "attention", "choice", "paged_attention", "pooling", "residual", "rotation"];
 
 fn main() -> Result<(), String> {
     println!("cargo:rerun-if-changed=build.rs");

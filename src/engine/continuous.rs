@@ -646,12 +646,15 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
     fn advance(&mut self, results: Results<G>, began: Instant, pass: Pass) -> Result<(), String> {
         let time = now();
         for (row, result) in results {
+            if matches!(result, Ok(Advance::Waits)) {
+                continue;
+            }
             self.scheduler.advance(&row, time);
             let Some(sequence) = self.sequences.get_mut(&row.key) else { continue };
             let (outputs, index) = (&sequence.item.outputs, sequence.item.index);
             outputs.record_pass(began, time - began, pass);
             let (piece, output) = match result {
-                Ok(Advance::Fed) => (None, None),
+                Ok(Advance::Fed | Advance::Waits) => (None, None),
                 Ok(Advance::More(piece)) => (Some(piece), None),
                 Ok(Advance::Again) => {
                     self.scheduler.restart(row.slot);

@@ -397,6 +397,8 @@ pub enum Advance<P, O> {
     More(P),
     /// It starts over with another window: it must be encoded again, and then be fed its prompt again.
     Again,
+    /// It was not fed, since it waits for something beside the network. The next step feeds it the same.
+    Waits,
     /// It has ended, perhaps with a last piece.
     Done(Option<P>, O),
 }

@@ -143,11 +143,12 @@ fn run(
         for (row, advance) in rows.iter().zip(generator.step(&rows).unwrap_or_else(|error| panic!("{error}")))
         {
             let index = row.slot.0;
-            if let Some(left) = left.get_mut(&index) {
+            let advance = advance.unwrap_or_else(|error| panic!("{error}"));
+            if let Some(left) = left.get_mut(&index).filter(|_| !matches!(advance, Advance::Waits)) {
                 *left = left.saturating_sub(row.feed.tokens());
             }
-            match advance.unwrap_or_else(|error| panic!("{error}")) {
-                Advance::Fed | Advance::Again => {}
+            match advance {
+                Advance::Fed | Advance::Again | Advance::Waits => {}
                 Advance::More(piece) => pieces[index].push(piece),
                 Advance::Done(piece, answer) => {
                     pieces[index].extend(piece);

@@ -153,6 +153,7 @@ fn run(
             left.insert(index, Some(rest));
             match advance.unwrap_or_else(|error| panic!("{error}")) {
                 Advance::Fed => assert!(rest > 0),
+                Advance::Waits => panic!("nothing is waited for"),
                 Advance::More(()) => assert_eq!(rest, 0),
                 Advance::Again => _ = left.insert(index, None),
                 Advance::Done(_, output) => {

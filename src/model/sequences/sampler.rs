@@ -5,6 +5,7 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use crate::model::ops::gpu::Draw;
 use crate::model::ops::{exponentials, largest};
 use crate::model::random::Seed;
 
@@ -80,9 +81,7 @@ impl Sampler {
     /// or +∞, or if all are -∞, which is the logit of tokens that may not come next. May be called again for the same
     /// position.
     pub fn choose(&mut self, logits: &mut [f32], position: usize) -> Option<u32> {
-        if let Some((_, id)) = self.last.take_if(|(last, _)| *last < position) {
-            *self.counts.entry(id).or_default() += 1;
-        }
+        self.count_last(position);
         self.apply_penalties(logits);
         let max = largest(logits);
         // `fold` and not `any`: without an early end, the compiler uses vector instructions.
@@ -94,11 +93,43 @@ impl Sampler {
             logits.iter().position(|x| *x == max)?
         } else {
             let sum = exponentials(logits, 1.0 / temperature);
-            self.draw(logits, sum, self.seed.uniform(position as u64))
+            self.draw_from(logits, sum, self.seed.uniform(position as u64))
         };
         let chosen = u32::try_from(chosen).ok()?;
-        self.last = self.has_penalties().then_some((position, chosen));
+        self.take(chosen, position);
         Some(chosen)
+    }
+
+    /// How a device chooses the token at `position` of the answer, which [`take`](Self::take) is given then. May be called
+    /// again for the same position.
+    pub fn draw(&mut self, position: usize) -> Draw {
+        self.count_last(position);
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
+        Draw {
+            inverse_temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { 1.0 / temperature },
+            top_k,
+            top_p,
+            min_p,
+            uniform: self.seed.uniform(position as u64),
+            counts: self.counts.iter().map(|(id, count)| [*id, *count]).collect(),
+            frequency_penalty: self.sampling.frequency_penalty,
+            presence_penalty: self.sampling.presence_penalty,
+            repetition_penalty: self.sampling.repetition_penalty,
+            logprobs: None,
+            is_masked: false,
+        }
+    }
+
+    /// Records that this token was chosen at `position`.
+    pub fn take(&mut self, id: u32, position: usize) {
+        self.last = self.has_penalties().then_some((position, id));
+    }
+
+    /// Counts the last token if the next one is chosen.
+    fn count_last(&mut self, position: usize) {
+        if let Some((_, id)) = self.last.take_if(|(last, _)| *last < position) {
+            *self.counts.entry(id).or_default() += 1;
+        }
     }
 
     fn apply_penalties(&self, logits: &mut [f32]) {
@@ -113,7 +144,7 @@ impl Sampler {
     }
 
     /// Draws a token with the random number `uniform`. The largest of `weights` is 1, and their sum is `sum`.
-    fn draw(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
+    fn draw_from(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         if top_k == 0 && top_p >= 1.0 && min_p <= 0.0 {
             let weights = weights.iter().map(|weight| f64::from(*weight));

@@ -30,6 +30,7 @@ use crate::model::load::gguf::Gguf;
 use crate::model::load::packed_cache::PackedCache;
 use crate::model::load::weights::{NumberFormats, Weights};
 use crate::model::ops::causal::Span;
+use crate::model::ops::gpu::{Draw, Drawn};
 use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, NumberFormat, RowFormat};
 
@@ -46,28 +47,42 @@ fn known_ids(vocabulary: usize) -> Vec<u32> {
 pub enum CachedDecoder {
     /// On the host. A token's results are the same to the last bit, whatever else is in the batch.
     Host(Box<Decoder>, KvBlocks),
-    /// On any device, by candle's operations.
+    /// On any device.
     Device(Box<DeviceDecoder>),
 }
 
+/// Chooses the tokens of a step that a device computes meanwhile, and waits for them. It takes the masks of the draws that
+/// have one: a bit for each token in bytes, the lowest bit first; missing bits are 0.
+pub type Choice = Box<dyn FnOnce(&[&[u8]]) -> candle_core::Result<Vec<Drawn>>>;
+
 impl CachedDecoder {
-    /// [`Decoder::forward`] or [`DeviceDecoder::forward`].
+    /// Whether the decoder chooses tokens.
+    pub fn can_choose(&self) -> bool {
+        match self {
+            Self::Host(..) => false,
+            Self::Device(decoder) => decoder.can_choose(),
+        }
+    }
+
+    /// [`Decoder::forward`] or [`DeviceDecoder::forward_and_choose`]. There are no draws if the decoder cannot choose tokens;
+    /// then there is no choice, but logits.
     ///
     /// # Errors
-    /// Those of [`DeviceDecoder::forward`]; [`Decoder::forward`] has none.
+    /// Those of [`DeviceDecoder::forward_and_choose`]; [`Decoder::forward`] has none.
     pub fn forward(
         &mut self,
         ids: &[u32],
         spans: &[Span<'_>],
         wanted: &[usize],
+        draws: &[Draw],
         logits: &mut Vec<f32>,
-    ) -> candle_core::Result<()> {
+    ) -> candle_core::Result<Option<Choice>> {
         match self {
             Self::Host(decoder, kv) => {
                 decoder.forward(kv, ids, spans, wanted, logits);
-                Ok(())
+                Ok(None)
             }
-            Self::Device(decoder) => decoder.forward(ids, spans, wanted, logits),
+            Self::Device(decoder) => decoder.forward_and_choose(ids, spans, wanted, draws, logits),
         }
     }
 

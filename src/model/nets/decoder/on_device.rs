@@ -1,6 +1,7 @@
-//! A decoder by candle's operations, for any device and number format. One pass computes some tokens of any sequences;
-//! each row has its own position. Owns the weights, and the keys and values of all blocks, on the device. Between the
-//! products with weights, numbers are f32; attention is computed in f32.
+//! A decoder on a device, for any number format. One pass computes some tokens of any sequences; each row has its own
+//! position. Owns the weights, and the keys and values of all blocks, on the device. On a GPU the step is computed by
+//! kernels (`by_kernels`) if they fit the decoder's heads; otherwise, and on a CPU, by candle's operations here. With these,
+//! numbers between the products with weights are f32; attention is computed in f32.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
 //! may sum in another order, so equality to the bit is not guaranteed.
@@ -8,16 +9,20 @@
 //! Every operation here has a kernel in candle-kernels for f32 and, where weights or keys pass through it, for f16 and
 //! bf16. No operation takes or makes a tensor of more than [`MAX_NUMBERS`] numbers.
 
+#[cfg(feature = "cuda")]
+mod by_kernels;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope;
 
 use super::config::{DecoderConfig, LayerConfig};
 use super::host::{FeedForward, Gated, Linear, RouterFaults, choose_experts};
-use super::{DecoderWeights, KNOWN_TOKENS, host, known_ids};
+use super::{Choice, DecoderWeights, KNOWN_TOKENS, host, known_ids};
 use crate::model::nets::cached_attention::{Group, Packed, Reach, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_formats};
 use crate::model::ops::causal::Span;
+use crate::model::ops::gpu::{Draw, ElementType, PagedHeads};
 use crate::model::ops::kv::{BLOCK, KvNumbers};
 use crate::model::ops::{Activation, Matrix, Rotary, cos_sin};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
@@ -55,6 +60,8 @@ pub struct DeviceDecoder {
     windows: Vec<Option<usize>>,
     /// The slot with which shorter sequences are padded. No token is written to it, and its keys and values are zeros.
     padding_slot: u32,
+    /// The heads if kernels compute the steps.
+    kernel_heads: Option<PagedHeads>,
     /// The faults of the last step.
     faults: RouterFaults,
 }
@@ -74,8 +81,9 @@ struct Layer {
     router: Option<Tensor>,
     /// The feed-forward network, or the experts.
     networks: Vec<DeviceGated>,
-    /// Keys and values: `[kv_heads, blocks·BLOCK + 1, head_width]`. The heads come first, so that the slots that are
-    /// selected for some sequences are a batch of matrices, which needs no transposition.
+    /// Keys and values. For kernels `[blocks, kv_heads, BLOCK, head_width]` numbers, whose order is theirs. For candle's
+    /// operations `[kv_heads, blocks·BLOCK + 1, head_width]`: the heads come first, so that the slots that are selected for
+    /// some sequences are a batch of matrices, which needs no transposition.
     kv: [Tensor; 2],
 }
 
@@ -97,14 +105,16 @@ impl DeviceLinear {
 
 /// (activation(x·G) * x·U)·D.
 struct DeviceGated {
-    gate: DeviceLinear,
-    up: DeviceLinear,
+    /// G and U, one below the other.
+    gate_up: DeviceLinear,
     down: DeviceLinear,
 }
 
 impl DeviceGated {
     fn forward(&self, activation: Activation, x: &Tensor) -> Result<Tensor> {
-        let gates = self.gate.forward(x)?;
+        let both = self.gate_up.forward(x)?;
+        let inner = both.dim(1)? / 2;
+        let gates = both.narrow(1, 0, inner)?;
         let gates = match activation {
             Activation::Silu => gates.silu()?,
             Activation::Gelu => gates.gelu_erf()?,
@@ -112,7 +122,7 @@ impl DeviceGated {
             Activation::Relu => gates.relu()?,
             Activation::Identity => gates,
         };
-        self.down.forward(&(gates * self.up.forward(x)?)?)
+        self.down.forward(&(gates * both.narrow(1, inner, inner)?)?)
     }
 }
 
@@ -179,7 +189,8 @@ impl DeviceDecoder {
         shares_kv: bool,
     ) -> Loaded<Self> {
         let DecoderConfig { hidden, vocabulary, kv_heads, head_width, .. } = *config;
-        let slots = kv_sizes.blocks * BLOCK + 1;
+        let kernel_heads = kernel_heads(config, kv_sizes.numbers, device);
+        let slots = kv_sizes.blocks * BLOCK + usize::from(kernel_heads.is_none());
         if kv_heads * head_width * slots > MAX_NUMBERS {
             let max_slots = MAX_NUMBERS / (kv_heads * head_width);
             return Err(LoadError::Unsupported {
@@ -192,7 +203,11 @@ impl DeviceDecoder {
         let upload = Upload { spec, device, dtype: uniform_formats(spec)?.tensors };
         let token_embeddings = upload.matrix(&weights.token_embeddings([hidden, vocabulary])?.matrix)?;
         let kv_layers = if shares_kv { 1 } else { config.layers.len() };
-        let new_kv = || upload.kv(config, slots, kv_sizes.numbers, kv_layers);
+        let kv_shape = match kernel_heads {
+            Some(_) => [kv_sizes.blocks, kv_heads, BLOCK, head_width],
+            None => [1, kv_heads, slots, head_width],
+        };
+        let new_kv = || upload.kv(kv_shape, kv_sizes.numbers, kv_layers);
         let shared_kv = if shares_kv { Some(new_kv()?) } else { None };
         let layer = |index| {
             // A clone of a tensor is the same memory.
@@ -211,6 +226,7 @@ impl DeviceDecoder {
             rotaries: config.rotaries(kv_sizes.context.max(KNOWN_TOKENS)),
             // Fits into 32 bits, by the check above.
             padding_slot: (slots - 1) as u32,
+            kernel_heads,
             faults: RouterFaults::new(),
             device: device.clone(),
             config: config.clone(),
@@ -236,6 +252,35 @@ impl DeviceDecoder {
         self.faults = faults;
         *logits = result?;
         Ok(())
+    }
+
+    /// Whether [`DeviceDecoder::forward_and_choose`] chooses tokens.
+    pub fn can_choose(&self) -> bool {
+        self.kernel_heads.is_some()
+    }
+
+    /// As [`DeviceDecoder::forward`]. If the decoder can choose tokens, there is a draw for each wanted row; the device
+    /// begins to compute the step, and the choice is returned in the place of logits.
+    ///
+    /// # Errors
+    /// As [`DeviceDecoder::forward`].
+    pub fn forward_and_choose(
+        &mut self,
+        ids: &[u32],
+        spans: &[Span<'_>],
+        wanted: &[usize],
+        draws: &[Draw],
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<Choice>> {
+        #[cfg(feature = "cuda")]
+        if let Some(heads) = self.kernel_heads.filter(|_| !ids.is_empty()) {
+            let mut faults = RouterFaults::new();
+            let choice = self.choice_by_kernels(heads, ids, spans, wanted, draws, &mut faults);
+            self.faults = faults;
+            return choice.map(Some);
+        }
+        debug_assert!(draws.is_empty(), "only kernels choose tokens");
+        self.forward(ids, spans, wanted, logits).map(|()| None)
     }
 
     /// As [`Decoder::faults`](super::Decoder::faults).
@@ -297,6 +342,10 @@ impl DeviceDecoder {
     ) -> Result<Vec<f32>> {
         if ids.is_empty() {
             return Ok(Vec::new());
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(heads) = self.kernel_heads {
+            return self.logits_by_kernels(heads, ids, spans, wanted, layers, faults);
         }
         let DecoderConfig { eps, embedding_scale, .. } = self.config;
         let packed = Packed::new(spans, self.config.heads, self.config.key_width());
@@ -445,6 +494,23 @@ impl DeviceDecoder {
     }
 }
 
+fn dtype_of(numbers: KvNumbers) -> DType {
+    match numbers {
+        KvNumbers::F32 => DType::F32,
+        KvNumbers::Bf16 => DType::BF16,
+    }
+}
+
+/// The heads of a decoder if kernels compute its steps on this device.
+fn kernel_heads(config: &DecoderConfig, numbers: KvNumbers, device: &Device) -> Option<PagedHeads> {
+    let [count, kv_count, width] = [config.heads, config.kv_heads, config.head_width].map(|size| size as u32);
+    let heads = PagedHeads { count, kv_count, width, kv_type: ElementType::of(dtype_of(numbers))? };
+    // Kernels read four numbers of a row at once.
+    let fits =
+        heads.have_kernel() && [config.hidden, config.inner].iter().all(|width| width.is_multiple_of(4));
+    (device.is_cuda() && fits).then_some(heads)
+}
+
 /// The heads `[heads, rows, width]`, of which the first numbers are rotated, two for each cosine.
 fn rotated(x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
     let (width, rotated) = (x.dim(2)?, 2 * cos.dim(1)?);
@@ -493,30 +559,28 @@ impl Upload<'_> {
         self.on_device(numbers, &[width, depth], self.dtype)
     }
 
-    fn linear(&self, linear: Linear) -> Loaded<DeviceLinear> {
-        let bias = linear.bias.map(|bias| self.vector(bias)).transpose()?;
-        Ok(DeviceLinear { matrix: self.matrix(&linear.matrix)?, bias })
+    /// Linear layers of the same depth, one below the other. If one has a bias, all have.
+    fn stacked(&self, linears: &[&Linear]) -> Loaded<DeviceLinear> {
+        let matrices: Vec<&Matrix> = linears.iter().map(|linear| &linear.matrix).collect();
+        let biases: Option<Vec<&[f32]>> = linears.iter().map(|linear| linear.bias.as_deref()).collect();
+        let bias = biases.map(|biases| self.vector(biases.concat())).transpose()?;
+        Ok(DeviceLinear { matrix: self.matrices(&matrices)?, bias })
     }
 
     fn gated(&self, Gated { gate, up, down }: Gated) -> Loaded<DeviceGated> {
-        Ok(DeviceGated { gate: self.linear(gate)?, up: self.linear(up)?, down: self.linear(down)? })
+        Ok(DeviceGated { gate_up: self.stacked(&[&gate, &up])?, down: self.stacked(&[&down])? })
     }
 
-    /// Empty memory for the keys and values of a layer. `layers` is the number of layers that each have such memory.
-    fn kv(
-        &self,
-        DecoderConfig { kv_heads, head_width, .. }: &DecoderConfig,
-        slots: usize,
-        numbers: KvNumbers,
-        layers: usize,
-    ) -> Loaded<[Tensor; 2]> {
-        let dtype = match numbers {
-            KvNumbers::F32 => DType::F32,
-            KvNumbers::Bf16 => DType::BF16,
-        };
+    /// Empty memory for the keys and values of a layer: `[blocks, heads, tokens, width]` each. `layers` is the number of
+    /// layers that each have such memory.
+    fn kv(&self, shape: [usize; 4], numbers: KvNumbers, layers: usize) -> Loaded<[Tensor; 2]> {
+        let dtype = dtype_of(numbers);
+        let [blocks, heads, tokens, width] = shape;
         let empty = || {
-            Tensor::zeros((*kv_heads, slots, *head_width), dtype, self.device).map_err(|error| {
-                let bytes = 2 * layers * kv_heads * slots * head_width * dtype.size_in_bytes();
+            let memory = Tensor::zeros((blocks * heads, tokens, width), dtype, self.device);
+            memory.map_err(|error| {
+                let slots = blocks * tokens;
+                let bytes = 2 * layers * heads * slots * width * dtype.size_in_bytes();
                 // Whole texts need memory for one layer alone.
                 let advice = match layers {
                     1 => "",
@@ -535,11 +599,6 @@ impl Upload<'_> {
             let norm = |norm: Option<Vec<f32>>| norm.map(|norm| self.vector(norm)).transpose();
             Ok::<_, LoadError>([norm(before)?, norm(after)?])
         };
-        let [q, k, v] = &layer.qkv;
-        let biases: Option<Vec<f32>> = [q, k, v].into_iter().try_fold(Vec::new(), |mut all, linear| {
-            all.extend_from_slice(linear.bias.as_ref()?);
-            Some(all)
-        });
         let (router, networks) = match layer.feed_forward {
             FeedForward::Dense(network) => (None, vec![*network]),
             FeedForward::Experts { router, experts } => (Some(router), experts),
@@ -552,15 +611,12 @@ impl Upload<'_> {
         Ok(Layer {
             config,
             norms: norms(layer.norms)?,
-            qkv: DeviceLinear {
-                matrix: self.matrices(&[&q.matrix, &k.matrix, &v.matrix])?,
-                bias: biases.map(|biases| self.vector(biases)).transpose()?,
-            },
+            qkv: self.stacked(&layer.qkv.each_ref())?,
             head_norms: match layer.head_norms {
                 Some([q_norm, k_norm]) => Some([self.vector(q_norm)?, self.vector(k_norm)?]),
                 None => None,
             },
-            out: self.linear(layer.out)?,
+            out: self.stacked(&[&layer.out])?,
             inner_norms: norms(layer.inner_norms)?,
             router: router.transpose()?,
             networks: networks.into_iter().map(|network| self.gated(network)).collect::<Loaded<_>>()?,

@@ -1,11 +1,6 @@
 // Rows ← LayerNorm(a + bias + b): after both sublayers of a block, and over the token and position embeddings.
 // One warp computes a row, and keeps it in shared memory between its three passes.
-#include "numbers.cuh"
-
-__device__ inline float sum_of_warp(float x) {
-    for (u32 apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffffu, x, apart);
-    return x;
-}
+#include "warp.cuh"
 
 // `params` are the bias, the norm's weight and its shift, `width` numbers each. `width` is a multiple of 4, and
 // `row` has room for `width` numbers.

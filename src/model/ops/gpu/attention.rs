@@ -1,7 +1,7 @@
 //! Launches of `attention.cu`. Decides which of its two kernels computes: the one for matrix units if the numbers are
 //! f16 or bf16, and the cards that this program is built for have such units.
 
-use super::{Argument, COMPUTE_CAP, ElementType, Launch, MAX_GRID_Y, Plan, Pointer, Source, WARP};
+use super::{Argument, ElementType, Launch, MAX_GRID_Y, Plan, Pointer, Source, WARP, has_matrix_units};
 
 /// The sizes of the heads of queries, keys and values. In memory the heads of a token are side by side.
 #[derive(Clone, Copy, Debug)]
@@ -26,9 +26,7 @@ impl Heads {
     }
 
     fn use_matrix_units(self) -> bool {
-        // Three digits mean 10.0 or later. Strings of two digits compare like their numbers.
-        let has_units = COMPUTE_CAP.len() > 2 || COMPUTE_CAP >= "80";
-        self.element_type != ElementType::F32 && has_units
+        has_matrix_units(self.element_type)
     }
 }
 

@@ -7,8 +7,12 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, WrapErr};
 use candle_core::{DType, Device, Result, Storage, Tensor, bail};
 
 use super::super::Activation;
+use super::super::causal::Scoring;
 use super::super::pooling::Mode;
-use super::{Argument, ElementType, Heads, Launch, MAX_WIDTH, Matrix, Norm, Plan, Pointer, Source};
+use super::{
+    Addition, Argument, Draw, Drawn, Draws, ElementType, HeadSteps, Heads, Launch, MAX_WIDTH, Matrix, Norm,
+    Normed, PagedHeads, PagedKv, PagedTiles, Plan, Pointer, Source,
+};
 
 /// The plan of a batch, which is also on the device.
 pub struct Planned {
@@ -109,6 +113,319 @@ pub fn pool(x: &Tensor, planned: &Planned, skips: usize, modes: &[Mode]) -> Resu
     Ok(out)
 }
 
+/// A step of a network whose keys and values lie in blocks: arrays of words on the device ([`Words`](super::Words)), and
+/// the memory for partial results of attention.
+pub struct PagedStep {
+    /// All arrays, one after the other.
+    words: Tensor,
+    /// The index of the list of the rows' slots.
+    slots: usize,
+    /// The index of the tables of blocks.
+    tables: usize,
+    /// In f32.
+    partials: Tensor,
+}
+
+impl PagedStep {
+    /// Copies `words` to a device, and allocates memory for this many partial results.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn new(
+        words: Vec<u32>,
+        slots: usize,
+        tables: usize,
+        partials: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let count = words.len();
+        let words = Tensor::from_vec(words, count, device)?;
+        // A tensor has at least one number.
+        let partials = uninitialised((1, partials.max(1)), DType::F32, device)?;
+        Ok(Self { words, slots, tables, partials })
+    }
+
+    fn address(&self, word: usize) -> Result<Pointer> {
+        Ok(pointer(&self.words)? + (word * size_of::<u32>()) as Pointer)
+    }
+}
+
+/// What is done to heads before attention.
+#[derive(Default)]
+pub struct HeadTensors<'a> {
+    /// The biases of queries, keys and values, side by side, in f32.
+    pub bias: Option<&'a Tensor>,
+    /// The norms of queries and keys, each for one head or for all heads side by side, and what is added to the mean
+    /// square.
+    pub norms: Option<(&'a [Tensor; 2], f32)>,
+    /// The index of the rows' angles in the words of the step, and the number of pairs of a head that are rotated.
+    pub angles: Option<(usize, usize)>,
+    /// The index of the rows' factors of queries in the words of the step.
+    pub growth: Option<usize>,
+}
+
+/// The queries `[rows, heads·width]` in f32 of `qkv` `[rows, (heads + 2·kv_heads)·width]`. Keys and values are written to
+/// `kv`. Without `kv` there are only queries in `qkv`.
+///
+/// # Errors
+/// The driver's error.
+pub fn rotate(
+    qkv: &Tensor,
+    kv: Option<&[Tensor; 2]>,
+    step: &PagedStep,
+    heads: PagedHeads,
+    tensors: &HeadTensors<'_>,
+) -> Result<Tensor> {
+    let queries =
+        uninitialised((qkv.dim(0)?, (heads.count * heads.width) as usize), DType::F32, qkv.device())?;
+    let (kv, kv_count) = match kv {
+        Some(kv) => (paged(kv)?, heads.kv_count),
+        None => (PagedKv { keys: 0, values: 0 }, 0),
+    };
+    rotate_to(pointer(&queries)?, kv, qkv, step, PagedHeads { kv_count, ..heads }, tensors)?;
+    Ok(queries)
+}
+
+/// Writes the keys and values `[rows, 2·kv_heads·width]`, to which `bias` in f32 is added, to `kv`.
+///
+/// # Errors
+/// The driver's error.
+pub fn write_kv(
+    keys_and_values: &Tensor,
+    kv: &[Tensor; 2],
+    step: &PagedStep,
+    heads: PagedHeads,
+    bias: &Tensor,
+) -> Result<()> {
+    let tensors = HeadTensors { bias: Some(bias), ..HeadTensors::default() };
+    rotate_to(0, paged(kv)?, keys_and_values, step, PagedHeads { count: 0, ..heads }, &tensors)
+}
+
+fn rotate_to(
+    queries: Pointer,
+    kv: PagedKv,
+    qkv: &Tensor,
+    step: &PagedStep,
+    heads: PagedHeads,
+    tensors: &HeadTensors<'_>,
+) -> Result<()> {
+    let Some(matrix) = rows(qkv, u32::MAX)? else { bail!("no kernel rotates {:?}", qkv.shape()) };
+    let of_word = |word: Option<usize>| word.map_or(Ok(0), |word| step.address(word));
+    let norms_all = tensors.norms.is_some_and(|([norm, _], _)| norm.elem_count() > heads.width as usize);
+    let steps = HeadSteps {
+        bias: optional(tensors.bias)?,
+        norms: match tensors.norms {
+            Some(([of_queries, of_keys], _)) => [pointer(of_queries)?, pointer(of_keys)?],
+            None => [0; 2],
+        },
+        norms_all,
+        eps: tensors.norms.map_or(0.0, |(_, eps)| eps),
+        angles: of_word(tensors.angles.map(|(word, _)| word))?,
+        pairs: tensors.angles.map_or(0, |(_, pairs)| pairs as u32),
+        growth: of_word(tensors.growth)?,
+    };
+    let slots = step.address(step.slots)?;
+    run(qkv, &super::rotate(queries, kv, matrix, slots, heads, steps))
+}
+
+/// Attention of the queries `[rows, heads·width]` over keys and values in blocks. The result has the same shape, in `dtype`.
+///
+/// # Errors
+/// The driver's error.
+pub fn attend_blocks(
+    queries: &Tensor,
+    kv: &[Tensor; 2],
+    step: &PagedStep,
+    tiles: &PagedTiles,
+    heads: PagedHeads,
+    scoring: Scoring,
+    dtype: DType,
+) -> Result<Tensor> {
+    let Some(out_type) = ElementType::of(dtype) else { bail!("no kernel makes {dtype:?}") };
+    let out = uninitialised(queries.dims2()?, dtype, queries.device())?;
+    let launches = super::attend_blocks(
+        (pointer(&out)?, out_type),
+        [pointer(&step.partials)?, pointer(queries)?],
+        paged(kv)?,
+        heads,
+        scoring,
+        tiles,
+        [step.address(0)?, step.address(step.tables)?],
+    );
+    launches.iter().try_for_each(|launch| run(&out, launch))?;
+    Ok(out)
+}
+
+/// factor·some rows `[count, width]` of `table`, in f32. `list` is the index of the list of these rows in the words of the
+/// step.
+///
+/// # Errors
+/// The driver's error.
+pub fn embed_rows(
+    table: &Tensor,
+    (list, count): (usize, usize),
+    step: &PagedStep,
+    factor: f32,
+) -> Result<Tensor> {
+    let Some(matrix) = rows(table, u32::MAX)? else { bail!("no kernel reads {:?}", table.shape()) };
+    let x = uninitialised((count, table.dim(1)?), DType::F32, table.device())?;
+    run(&x, &super::embed_rows(pointer(&x)?, matrix, step.address(list)?, factor, count as u32))?;
+    Ok(x)
+}
+
+/// A norm of x, `[width]` each in f32: an RMSNorm, or with a shift a LayerNorm.
+#[derive(Clone, Copy)]
+pub struct RowNorm<'a> {
+    /// The weights.
+    pub weight: &'a Tensor,
+    /// What is added to a row after its mean was subtracted.
+    pub shift: Option<&'a Tensor>,
+}
+
+impl<'a> RowNorm<'a> {
+    /// An RMSNorm.
+    pub fn rms(weight: &'a Tensor) -> Self {
+        Self { weight, shift: None }
+    }
+}
+
+/// What is added to x: a result, its bias and the norm of their sum, in f32 but the result.
+pub struct Added<'a> {
+    /// `[rows, width]`.
+    pub result: &'a Tensor,
+    /// `[width]`.
+    pub bias: Option<&'a Tensor>,
+    /// `[width]`.
+    pub norm: Option<&'a Tensor>,
+    /// The factor of the result.
+    pub factor: f32,
+}
+
+/// x ← x + factor·RMSNorm(result + bias) in `x`'s memory, which is f32.
+///
+/// # Errors
+/// The driver's error.
+pub fn add(x: &Tensor, added: &Added<'_>, eps: f32) -> Result<()> {
+    run(x, &super::add_and_norm(pointer(x)?, Some(addition(added)?), None, eps, shape(x)?))
+}
+
+/// As [`add`] if something is added. Returns norm(x) in `dtype`, or x if there is no norm.
+///
+/// # Errors
+/// The driver's error.
+pub fn add_and_norm(
+    x: &Tensor,
+    added: Option<&Added<'_>>,
+    norm: Option<RowNorm<'_>>,
+    dtype: DType,
+    eps: f32,
+) -> Result<Tensor> {
+    let y = uninitialised(x.dims2()?, dtype, x.device())?;
+    let normed = normed(&y, norm, 0)?;
+    run(
+        x,
+        &super::add_and_norm(pointer(x)?, added.map(addition).transpose()?, Some(normed), eps, shape(x)?),
+    )?;
+    Ok(y)
+}
+
+/// The norm of some rows of x in `dtype`. `list` is the index of the list of these rows in the words of the step.
+///
+/// # Errors
+/// The driver's error.
+pub fn norm_of(
+    x: &Tensor,
+    (list, count): (usize, usize),
+    step: &PagedStep,
+    norm: RowNorm<'_>,
+    dtype: DType,
+    eps: f32,
+) -> Result<Tensor> {
+    let y = uninitialised((count, x.dim(1)?), dtype, x.device())?;
+    let normed = normed(&y, Some(norm), step.address(list)?)?;
+    run(x, &super::add_and_norm(pointer(x)?, None, Some(normed), eps, shape(&y)?))?;
+    Ok(y)
+}
+
+/// activation(gates)·others of `x` `[rows, 2·inner]`, to which a bias in f32 is added before.
+///
+/// # Errors
+/// The driver's error.
+pub fn gate(x: &Tensor, bias: Option<&Tensor>, activation: Activation) -> Result<Tensor> {
+    let Some(matrix) = rows(x, u32::MAX)? else { bail!("no kernel gates {:?}", x.shape()) };
+    let out = uninitialised((x.dim(0)?, x.dim(1)? / 2), x.dtype(), x.device())?;
+    run(x, &super::gate(pointer(&out)?, matrix, optional(bias)?, activation))?;
+    Ok(out)
+}
+
+/// The results of `draws`, from the logits `[_, vocabulary]` before they are divided and bounded by a cap. `masks` are
+/// those of the draws that have one: a bit for each token in bytes, the lowest bit first; missing bits are 0.
+///
+/// # Errors
+/// The driver's error.
+pub fn choose(
+    logits: &Tensor,
+    finish: (f32, Option<f32>),
+    planned: Draws,
+    draws: &[(usize, Draw)],
+    masks: &[&[u8]],
+    step: &PagedStep,
+) -> Result<Vec<Drawn>> {
+    let Some(element_type) = ElementType::of(logits.dtype()) else {
+        bail!("no kernel reads {:?}", logits.dtype())
+    };
+    let [rows, width] = shape(logits)?;
+    let device = logits.device();
+    let results = uninitialised((1, planned.words_of_results()), DType::U32, device)?;
+    let scratch = uninitialised((planned.count, width as usize), DType::F32, device)?;
+    let masks = match masks.is_empty() {
+        true => None,
+        false => Some(Tensor::new(mask_words(masks, width), device)?),
+    };
+    let pointers = [pointer(&results)?, pointer(&scratch)?, step.address(0)?, optional(masks.as_ref())?];
+    let matrix = Matrix { address: pointer(logits)?, element_type, rows, width };
+    run(logits, &super::choose(pointers, matrix, finish, planned))?;
+    let written: Vec<u32> = results.flatten_all()?.to_vec1()?;
+    Ok(planned.results(&written, draws))
+}
+
+/// The masks of a vocabulary of `width` tokens in whole words.
+fn mask_words(masks: &[&[u8]], width: u32) -> Vec<u32> {
+    let word = |mask: &[u8], at: usize| {
+        u32::from_le_bytes(std::array::from_fn(|byte| mask.get(4 * at + byte).copied().unwrap_or_default()))
+    };
+    let words = width.div_ceil(u32::BITS) as usize;
+    masks.iter().flat_map(|mask| (0..words).map(|at| word(mask, at))).collect()
+}
+
+fn addition(added: &Added<'_>) -> Result<Addition> {
+    let Some(element_type) = ElementType::of(added.result.dtype()) else {
+        bail!("no kernel adds {:?}", added.result.dtype())
+    };
+    let [bias, norm] = [optional(added.bias)?, optional(added.norm)?];
+    Ok(Addition { result: pointer(added.result)?, element_type, bias, norm, factor: added.factor })
+}
+
+fn normed(y: &Tensor, norm: Option<RowNorm<'_>>, rows: Pointer) -> Result<Normed> {
+    let Some(element_type) = ElementType::of(y.dtype()) else { bail!("no kernel makes {:?}", y.dtype()) };
+    let shift = optional(norm.and_then(|norm| norm.shift))?;
+    Ok(Normed { y: pointer(y)?, element_type, norm: optional(norm.map(|norm| norm.weight))?, shift, rows })
+}
+
+fn shape(x: &Tensor) -> Result<[u32; 2]> {
+    let (rows, width) = x.dims2()?;
+    Ok([rows as u32, width as u32])
+}
+
+fn paged([keys, values]: &[Tensor; 2]) -> Result<PagedKv> {
+    Ok(PagedKv { keys: pointer(keys)?, values: pointer(values)? })
+}
+
+/// The address of a tensor that there may be.
+fn optional(tensor: Option<&Tensor>) -> Result<Pointer> {
+    tensor.map_or(Ok(0), pointer)
+}
+
 /// `x` as a matrix for kernels. None if its type has no kernel, or if the length of its rows is above `max_width` or
 /// not a multiple of four.
 fn rows(x: &Tensor, max_width: u32) -> Result<Option<Matrix>> {
@@ -148,7 +465,7 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
 
 #[expect(unsafe_code, reason = "no time is spent on zeros that are overwritten")]
 fn uninitialised(shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: every kernel here writes every number of its result.
+    // SAFETY: every kernel here writes every number of its result that is read.
     unsafe { Tensor::empty(shape, dtype, device) }
 }
 
@@ -160,7 +477,13 @@ fn run(tensor: &Tensor, launch: &Launch) -> Result<()> {
         Source::Activation => ("activation", include_str!(concat!(env!("OUT_DIR"), "/activation.ptx"))),
         Source::AddNorm => ("add_norm", include_str!(concat!(env!("OUT_DIR"), "/add_norm.ptx"))),
         Source::Attention => ("attention", include_str!(concat!(env!("OUT_DIR"), "/attention.ptx"))),
+        Source::Choice => ("choice", include_str!(concat!(env!("OUT_DIR"), "/choice.ptx"))),
+        Source::PagedAttention => {
+            ("paged_attention", include_str!(concat!(env!("OUT_DIR"), "/paged_attention.ptx")))
+        }
         Source::Pooling => ("pooling", include_str!(concat!(env!("OUT_DIR"), "/pooling.ptx"))),
+        Source::Residual => ("residual", include_str!(concat!(env!("OUT_DIR"), "/residual.ptx"))),
+        Source::Rotation => ("rotation", include_str!(concat!(env!("OUT_DIR"), "/rotation.ptx"))),
     };
     let function = device.get_or_load_custom_func(&launch.kernel, file, ptx)?;
     let mut call = function.builder();

@@ -6,23 +6,35 @@
 //! |---|---|
 //! | `add_norm` | LayerNorm(a + bias + b), and the same over the tables of token and position embeddings |
 //! | `attention` | attention over texts without padding |
-//! | `activation` | activation(x + bias) |
+//! | `paged_attention` | attention over keys and values in blocks, and the tiles into which it is cut |
+//! | `rotation` | norms and rotates queries and keys, and writes keys and values to their blocks |
+//! | `residual` | x + RMSNorm(result), and RMSNorm or LayerNorm of this sum; embeddings in f32 |
+//! | `activation` | activation(x + bias), and activation(gate)·x |
+//! | `choice` | the next token, from the logits |
 //! | `pooling` | a text's vector, from the tokens' vectors |
 //! | `plan` | the description of a batch for the kernels: ids, positions, first rows of texts, tiles |
 
 mod activation;
 mod add_norm;
 mod attention;
+mod choice;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod paged_attention;
 mod plan;
 mod pooling;
+mod residual;
+mod rotation;
 
-pub use activation::activate;
+pub use activation::{activate, gate};
 pub use add_norm::{MAX_WIDTH, Norm, add_norm, embed};
 pub use attention::{Heads, attend};
+pub use choice::{Draw, Drawn, Draws, choose};
+pub use paged_attention::{Keys, PagedHeads, PagedKv, PagedTiles, Words, attend_blocks};
 pub use plan::{Plan, Tiles};
 pub use pooling::pool;
+pub use residual::{Addition, Normed, add_and_norm, embed_rows};
+pub use rotation::{HeadSteps, rotate};
 
 use candle_core::DType;
 
@@ -46,8 +58,16 @@ pub enum Source {
     AddNorm,
     /// `attention.cu`
     Attention,
+    /// `choice.cu`
+    Choice,
+    /// `paged_attention.cu`
+    PagedAttention,
     /// `pooling.cu`
     Pooling,
+    /// `residual.cu`
+    Residual,
+    /// `rotation.cu`
+    Rotation,
 }
 
 /// The type of the numbers of a matrix in memory.
@@ -80,6 +100,21 @@ impl ElementType {
             Self::Bf16 => "bf16",
         }
     }
+
+    /// The code of a type that a kernel gets as an argument.
+    fn code(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+/// Whether the cards that this program is built for have matrix units for numbers of this type.
+fn has_matrix_units(element_type: ElementType) -> bool {
+    // Three digits mean 10.0 or later. Strings of two digits compare like their numbers.
+    element_type != ElementType::F32 && (COMPUTE_CAP.len() > 2 || COMPUTE_CAP >= "80")
 }
 
 /// An address in the memory of the device that runs the kernel.

@@ -36,6 +36,16 @@ __device__ inline void put(float* to, float x) { *to = x; }
 __device__ inline void put(f16* to, float x) { *to = to_f16(x); }
 __device__ inline void put(bf16* to, float x) { *to = to_bf16(x); }
 
+// The values of `ElementType::code` in mod.rs.
+enum { TYPE_F32, TYPE_F16, TYPE_BF16 };
+
+// Number `at` of a list whose type only the launch knows.
+__device__ inline void put_as(void* list, size_t at, u32 type, float x) {
+    if (type == TYPE_F32) put(static_cast<float*>(list) + at, x);
+    if (type == TYPE_F16) put(static_cast<f16*>(list) + at, x);
+    if (type == TYPE_BF16) put(static_cast<bf16*>(list) + at, x);
+}
+
 // Four adjacent numbers at an index that is a multiple of four: one access to memory.
 __device__ inline float4 four(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
@@ -63,3 +73,7 @@ __device__ inline void put_four(N* to, float4 x) {
 
 // A kernel for each kind of number: NAME_f32, NAME_f16, NAME_bf16.
 #define FOR_EACH_NUMBER(KERNEL) KERNEL(f32, float) KERNEL(f16, f16) KERNEL(bf16, bf16)
+// The same for each pair of two kinds: NAME_f32_f32, NAME_f32_f16, …
+#define FOR_EACH_PAIR(KERNEL) PAIRS_WITH(KERNEL, f32, float) PAIRS_WITH(KERNEL, f16, f16) PAIRS_WITH(KERNEL, bf16, bf16)
+#define PAIRS_WITH(KERNEL, name, N) \
+    KERNEL(name, N, f32, float) KERNEL(name, N, f16, f16) KERNEL(name, N, bf16, bf16)

@@ -1,7 +1,40 @@
-// What the 32 threads of a warp compute together on its matrix units. Each function is one instruction, for which
-// CUDA has no function in this form. Tests emulate it by its definition (tests/fixtures/emulator).
+// What the 32 threads of a warp compute together, and the threads of a block.
 #pragma once
 #include "numbers.cuh"
+
+// Each thread gets the same sum, whose order is fixed.
+__device__ inline float sum_of_warp(float x) {
+    for (u32 apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffffu, x, apart);
+    return x;
+}
+
+// NaN is ignored if there is another number.
+__device__ inline float largest_of_warp(float x) {
+    for (u32 apart = 16; apart > 0; apart /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, apart));
+    return x;
+}
+
+// Combines the numbers of all threads of a block, in a fixed order. Each thread gets the same result.
+template <typename T, typename Combine>
+__device__ inline T of_block(T x, Combine combine) {
+    __shared__ T of_warps[32];
+    for (u32 apart = 16; apart > 0; apart /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, apart));
+    // An earlier result may still be read.
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    T all = of_warps[0];
+    for (u32 warp = 1; warp < blockDim.x / 32; ++warp) all = combine(all, of_warps[warp]);
+    return all;
+}
+
+template <typename T>
+__device__ inline T sum_of_block(T x) {
+    return of_block(x, [](T a, T b) { return a + b; });
+}
+
+// The functions below compute on the warp's matrix units. Each is one instruction, for which CUDA has no function in
+// this form. Tests emulate it by its definition (tests/fixtures/emulator).
 
 #ifdef __CUDACC__
 // c += a·b for a [16, 16], b [16, 8], c [16, 8]. With g = lane / 4 and t = lane % 4 a thread holds, in

@@ -17,15 +17,16 @@ mod wire;
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use llguidance::api::TopLevelGrammar;
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -54,7 +55,7 @@ const MAX_OPTIONAL: usize = 490;
 /// How long the worker waits for a builder. The limit of its processor time ends it far sooner, unless the machine is
 /// overloaded; in that case the task is tried again.
 const BUILD_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long the worker waits for one mask. Meanwhile no other sequence advances.
+/// How long the worker waits for one mask. Meanwhile other sequences advance.
 const MASK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The form that the generated text must have.
@@ -370,8 +371,7 @@ impl Constraint {
     /// `Fault` if the grammar's process has ended.
     pub fn begin(&self) -> Result<Masks, TaskError> {
         let Builder(socket) = &*self.0;
-        let socket = child_of(socket, MASK_TIMEOUT).map_err(|error| fault(&error))?;
-        Ok(Masks { socket, allowed: Vec::new(), is_read: false })
+        Ok(Masks::from(child_of(socket, MASK_TIMEOUT).map_err(|error| fault(&error))?))
     }
 }
 
@@ -380,35 +380,80 @@ pub struct Masks {
     socket: UnixStream,
     /// A bit for each token that may come next, in little-endian words.
     allowed: Vec<u8>,
-    /// Whether `allowed` is the mask of the next token. A step that fails is computed again, with the same mask.
-    is_read: bool,
+    /// The mask of the next token. A step that fails is computed again, with the same mask.
+    next: NextMask,
+}
+
+/// The mask of the next token.
+enum NextMask {
+    /// It is awaited since this time.
+    Awaited(Instant),
+    /// It is in [`Masks::allowed`].
+    Here,
+    /// There is none, for this reason.
+    Failed(TaskError),
+}
+
+impl From<UnixStream> for Masks {
+    /// The masks that come from this socket.
+    fn from(socket: UnixStream) -> Self {
+        Self { socket, allowed: Vec::new(), next: NextMask::Awaited(Instant::now()) }
+    }
 }
 
 impl Masks {
+    /// Whether the mask of the next token has not arrived yet, so far as [`Masks::receive`] knows.
+    pub fn is_awaited(&self) -> bool {
+        matches!(self.next, NextMask::Awaited(_))
+    }
+
+    /// Reads the mask of the next token if it has arrived. Does not wait.
+    pub fn receive(&mut self) {
+        let NextMask::Awaited(since) = self.next else { return };
+        if is_any_readable(&[self], Duration::ZERO) {
+            self.next = match self.read() {
+                Ok(()) => NextMask::Here,
+                Err(error) => NextMask::Failed(error),
+            };
+        } else if since.elapsed() > MASK_TIMEOUT {
+            self.next = NextMask::Failed(fault(&io::ErrorKind::TimedOut.into()));
+        }
+    }
+
+    fn read(&mut self) -> Result<(), TaskError> {
+        match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
+            FrameKind::Data => Ok(()),
+            FrameKind::Refused => Err(refused(String::from_utf8_lossy(&self.allowed).into_owned())),
+            // The first tokens were found when the format was built. So a dead end comes from a part of the format
+            // that allows no text, or from a mistake of llguidance; nobody here can tell which.
+            FrameKind::DeadEnd => {
+                Err(TaskError::internal("response_format: the text so far has no continuation"))
+            }
+            FrameKind::TooCostly => Err(refused(too_costly("finding the next token", server::MASK))),
+        }
+    }
+
+    /// A bit for each token that may come next. Bits that are missing at the end are 0.
+    ///
+    /// # Errors
+    /// `Internal` if no token may come next, `BadInput` if the mask cannot be computed within its limits, `Fault` if the
+    /// matcher has ended or has not answered in time.
+    pub fn allowed(&self) -> Result<&[u8], TaskError> {
+        match &self.next {
+            NextMask::Here => Ok(&self.allowed),
+            NextMask::Failed(error) => Err(error.clone()),
+            NextMask::Awaited(_) => Err(TaskError::internal("the mask of the next token was not received")),
+        }
+    }
+
     /// Sets the logits of all tokens that may not come next to -∞.
     ///
     /// # Errors
-    /// `Internal` if no token may come next, `BadInput` if the mask cannot be computed within its limits, `Fault` if the matcher has ended.
-    pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), TaskError> {
-        if !self.is_read {
-            match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
-                FrameKind::Data => self.is_read = true,
-                FrameKind::Refused => {
-                    return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned()));
-                }
-                // The first tokens were found when the format was built. So a dead end comes from a part of the format
-                // that allows no text, or from a mistake of llguidance; nobody here can tell which.
-                FrameKind::DeadEnd => {
-                    let message = "response_format: the text so far has no continuation";
-                    return Err(TaskError::internal(message));
-                }
-                FrameKind::TooCostly => {
-                    return Err(refused(too_costly("finding the next token", server::MASK)));
-                }
-            }
-        }
+    /// As [`Masks::allowed`].
+    pub fn apply(&self, logits: &mut [f32]) -> Result<(), TaskError> {
+        let allowed = self.allowed()?;
         for (id, x) in logits.iter_mut().enumerate() {
-            let bits = self.allowed.get(id / 8).copied().unwrap_or_default();
+            let bits = allowed.get(id / 8).copied().unwrap_or_default();
             if bits >> (id % 8) & 1 == 0 {
                 *x = f32::NEG_INFINITY;
             }
@@ -417,9 +462,18 @@ impl Masks {
     }
 
     /// Records the chosen token. The matcher then computes the next mask in the background. If the matcher has ended,
-    /// [`Masks::apply`] returns the error.
+    /// [`Masks::allowed`] returns the error.
     pub fn take(&mut self, id: u32) {
-        self.is_read = false;
+        self.next = NextMask::Awaited(Instant::now());
         let _ = write_frame(&self.socket, FrameKind::Data, &id.to_le_bytes());
     }
+}
+
+/// Whether a mask can be read from one of these sockets. Waits for the first one for at most `patience`.
+pub fn is_any_readable(masks: &[&Masks], patience: Duration) -> bool {
+    let mut sockets: Vec<PollFd<'_>> =
+        masks.iter().map(|masks| PollFd::new(masks.socket.as_fd(), PollFlags::POLLIN)).collect();
+    let patience = PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX);
+    // After an error the next call says the same.
+    poll(&mut sockets, patience).is_ok_and(|readable| readable > 0)
 }

@@ -3,19 +3,25 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::reply::{Finish, TokenScore, TopScore};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::decoder::CachedDecoder;
 use crate::model::ops::causal::Span;
+use crate::model::ops::gpu::{Draw, Drawn};
 use crate::model::ops::kv::BLOCK;
 use crate::model::random::Seed;
 use crate::model::sequences::blocks::{Blocks, Owner, Table};
-use crate::model::sequences::grammar::{Constraint, Masks};
+use crate::model::sequences::grammar::{Constraint, Masks, is_any_readable};
 use crate::model::sequences::sampler::Sampling;
 use crate::model::sequences::sampler::{Sampler, log_probabilities};
 use crate::model::sequences::text::Text;
 use crate::model::{Advance, Advances, Capacity, Feed, ForwardError, Generate, Row, Slot, TaskError};
+
+/// How long a step waits for the first mask of a grammar if no row can advance without one. Then the engine looks after
+/// cancellations and deadlines.
+const MASK_PATIENCE: Duration = Duration::from_millis(20);
 
 /// One answer to compute.
 #[derive(Clone, Debug)]
@@ -104,6 +110,8 @@ struct Sequence {
     answer: Vec<u32>,
     sampler: Sampler,
     masks: Option<Masks>,
+    /// Whether its row was computed before the mask of the next token had arrived. It is not computed again until then.
+    is_late: bool,
     text: Text,
     scores: Vec<TokenScore>,
 }
@@ -118,6 +126,26 @@ struct Chunk {
     first_position: usize,
     /// Whether a next token is chosen after this chunk.
     is_last: bool,
+}
+
+/// What the decoder gives for a row after which a token is chosen.
+enum RowResult<'a> {
+    Logits(&'a mut [f32]),
+    /// The token that the device has chosen.
+    Drawn(Drawn),
+}
+
+/// Why a row does not advance.
+enum NotAdvanced {
+    /// The mask of its next token has not arrived yet.
+    Waits,
+    Failed(TaskError),
+}
+
+impl From<TaskError> for NotAdvanced {
+    fn from(error: TaskError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// The next token of an answer, with its probability if it was requested.
@@ -148,12 +176,15 @@ impl TextGenerator {
 
     /// The tokens that a row computes: those of the prompt that are neither computed nor reused, or the answer's last
     /// one.
-    fn chunk(&mut self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
+    fn chunk(&mut self, Row { slot, feed }: Row) -> Result<Chunk, NotAdvanced> {
         let Feed::Tokens(count) = feed else {
-            return Err(TaskError::internal("a text generator has no encoder"));
+            return Err(TaskError::internal("a text generator has no encoder").into());
         };
         let sequence =
             self.sequences.get_mut(&slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        if sequence.is_late && sequence.awaits_mask() {
+            return Err(NotAdvanced::Waits);
+        }
         let prompt = sequence.prompt.ids.clone();
         if sequence.fed == prompt.len() {
             let last = sequence.answer.last().copied();
@@ -176,15 +207,40 @@ impl TextGenerator {
         Ok(Chunk { slot, prompt_tokens, ids, first_position, is_last })
     }
 
-    /// Chooses the next token after a row; none if more of the prompt must be fed first. `logits` are the logits after
-    /// the row's last token. May be called again for the same row.
-    fn choose(&mut self, chunk: &Chunk, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
+    /// Chooses the next token after a row; none if more of the prompt must be fed first. `result` is that of the row's last
+    /// token. May be called again for the same row.
+    fn choose(&mut self, chunk: &Chunk, result: RowResult<'_>) -> Result<Option<Chosen>, NotAdvanced> {
         if !chunk.is_last {
             return Ok(None);
         }
         let sequence =
             self.sequences.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
-        sequence.choose(logits, &self.token_texts).map(Some)
+        sequence.is_late = sequence.awaits_mask();
+        if sequence.is_late {
+            return Err(NotAdvanced::Waits);
+        }
+        let chosen = match result {
+            RowResult::Logits(logits) => sequence.choose(logits, &self.token_texts)?,
+            RowResult::Drawn(drawn) => sequence.take(drawn, &self.token_texts)?,
+        };
+        Ok(Some(chosen))
+    }
+
+    /// Reads the masks of these sequences that have arrived. If none has and `waits`, waits for the first one for at most
+    /// [`MASK_PATIENCE`].
+    fn receive_masks(&mut self, slots: &[Slot], waits: bool) {
+        if waits {
+            let masks = |slot| self.sequences.get(slot)?.masks.as_ref();
+            let masks: Vec<&Masks> = slots.iter().filter_map(masks).collect();
+            if masks.iter().all(|masks| masks.is_awaited()) {
+                is_any_readable(&masks, MASK_PATIENCE);
+            }
+        }
+        for slot in slots {
+            if let Some(masks) = self.sequences.get_mut(slot).and_then(|sequence| sequence.masks.as_mut()) {
+                masks.receive();
+            }
+        }
     }
 
     /// Records that a row was computed, and the token that was chosen after it.
@@ -219,7 +275,35 @@ fn no_block() -> TaskError {
     TaskError::internal("there is no block left for its keys and values")
 }
 
+fn no_finite_number(position: usize) -> TaskError {
+    TaskError::internal(format!("the model gave no finite numbers for token {position} of the answer"))
+}
+
 impl Sequence {
+    /// Whether the mask of its next token has not arrived.
+    fn awaits_mask(&self) -> bool {
+        self.masks.as_ref().is_some_and(Masks::is_awaited)
+    }
+
+    /// How a device chooses the next token.
+    fn draw(&mut self) -> Draw {
+        let draw = self.sampler.draw(self.answer.len());
+        Draw { logprobs: self.prompt.logprobs, is_masked: self.masks.is_some(), ..draw }
+    }
+
+    /// The next token, which the device has chosen. It may be chosen again until it is appended.
+    fn take(&mut self, drawn: Drawn, token_texts: &TokenTexts) -> Result<Chosen, TaskError> {
+        if let Some(masks) = &self.masks {
+            masks.allowed()?;
+        }
+        let position = self.answer.len();
+        let Drawn { id, logprob, top } = drawn;
+        let id = id.ok_or_else(|| no_finite_number(position))?;
+        self.sampler.take(id, position);
+        let score = self.prompt.logprobs.map(|_| token_score((id, logprob), top, token_texts));
+        Ok(Chosen { id, score })
+    }
+
     /// The next token. It may be chosen again until it is appended.
     fn choose(&mut self, logits: &mut [f32], token_texts: &TokenTexts) -> Result<Chosen, TaskError> {
         #[cfg(test)]
@@ -227,22 +311,13 @@ impl Sequence {
         // Probabilities are listed as they are without the grammar and the sampling.
         let raw_logits = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
         let position = self.answer.len();
-        if let Some(masks) = &mut self.masks {
+        if let Some(masks) = &self.masks {
             masks.apply(logits)?;
         }
-        let id = self.sampler.choose(logits, position).ok_or_else(|| {
-            TaskError::internal(format!(
-                "the model gave no finite numbers for token {position} of the answer"
-            ))
-        })?;
+        let id = self.sampler.choose(logits, position).ok_or_else(|| no_finite_number(position))?;
         let score = raw_logits.map(|(count, logits)| {
             let (logprob, top) = log_probabilities(&logits, id, count);
-            let top_score = |(id, logprob): (u32, f32)| {
-                let bytes = token_texts.get(id).to_vec();
-                TopScore { text: String::from_utf8_lossy(&bytes).into_owned(), bytes, logprob }
-            };
-            let TopScore { text, bytes, logprob } = top_score((id, logprob));
-            TokenScore { text, bytes, logprob, top: top.into_iter().map(top_score).collect() }
+            token_score((id, logprob), top, token_texts)
         });
         Ok(Chosen { id, score })
     }
@@ -284,6 +359,16 @@ impl Sequence {
     }
 }
 
+/// The probability of a chosen token, and those of the likeliest tokens.
+fn token_score(chosen: (u32, f32), top: Vec<(u32, f32)>, token_texts: &TokenTexts) -> TokenScore {
+    let score = |(id, logprob): (u32, f32)| {
+        let bytes = token_texts.get(id).to_vec();
+        TopScore { text: String::from_utf8_lossy(&bytes).into_owned(), bytes, logprob }
+    };
+    let TopScore { text, bytes, logprob } = score(chosen);
+    TokenScore { text, bytes, logprob, top: top.into_iter().map(score).collect() }
+}
+
 impl Generate for TextGenerator {
     type Prompt = Prompt;
     type Piece = Piece;
@@ -303,6 +388,7 @@ impl Generate for TextGenerator {
             answer: Vec::new(),
             sampler,
             masks: prompt.constraint.as_ref().map(Constraint::begin).transpose()?,
+            is_late: false,
             text: Text::new(prompt.stop.clone()),
             scores: Vec::new(),
             prompt: prompt.clone(),
@@ -312,7 +398,16 @@ impl Generate for TextGenerator {
     }
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
-        let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.chunk(*row)).collect();
+        let is_late = |slot: &Slot| self.sequences.get(slot).is_some_and(|sequence| sequence.is_late);
+        let late: Vec<Slot> = rows.iter().map(|row| row.slot).filter(is_late).collect();
+        self.receive_masks(&late, late.len() == rows.len());
+        let chunks: Vec<Result<Chunk, NotAdvanced>> = rows.iter().map(|row| self.chunk(*row)).collect();
+        let can_choose = self.decoder.can_choose();
+        let draw = |chunk: &Chunk| {
+            let sequence = self.sequences.get_mut(&chunk.slot).filter(|_| chunk.is_last && can_choose);
+            sequence.map(Sequence::draw)
+        };
+        let draws: Vec<Draw> = chunks.iter().flatten().filter_map(draw).collect();
         let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks.iter().flatten() {
             let Some(sequence) = self.sequences.get(&chunk.slot) else { continue };
@@ -324,29 +419,54 @@ impl Generate for TextGenerator {
             }
         }
         let mut buffer = std::mem::take(&mut self.logits);
-        self.decoder.forward(&ids, &spans, &wanted, &mut buffer)?;
+        let choice = self.decoder.forward(&ids, &spans, &wanted, &draws, &mut buffer)?;
+        let is_masked = |chunk: &&Chunk| {
+            chunk.is_last && self.sequences.get(&chunk.slot).is_some_and(|sequence| sequence.masks.is_some())
+        };
+        let masked: Vec<Slot> = chunks.iter().flatten().filter(is_masked).map(|chunk| chunk.slot).collect();
+        self.receive_masks(&masked, masked.len() == rows.len());
+        let mut drawn = match choice {
+            Some(choice) => {
+                // Nothing can be chosen without a mask.
+                let allowed = |slot| {
+                    let masks = self.sequences.get(slot)?.masks.as_ref()?;
+                    Some(masks.allowed().unwrap_or_default())
+                };
+                choice(&masked.iter().filter_map(allowed).collect::<Vec<_>>())?
+            }
+            None => Vec::new(),
+        }
+        .into_iter()
+        .peekable();
         let faults = self.decoder.faults().clone();
         let vocab_size = buffer.len() / wanted.len().max(1);
         let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));
         let mut first_row = 0;
         // All choices, which may fail, come before all advances. If a choice panics, no sequence has advanced yet. The
         // step is then computed again without that row, and the other rows are not fed a second time.
-        let choose = |chunk: Result<Chunk, TaskError>| {
+        let choose = |chunk: Result<Chunk, NotAdvanced>| {
             let chunk = chunk?;
-            let row_logits = if chunk.is_last { logits.next() } else { None };
+            let result = match (chunk.is_last, drawn.next_if(|_| chunk.is_last)) {
+                (_, Some(drawn)) => RowResult::Drawn(drawn),
+                (true, None) => RowResult::Logits(logits.next().unwrap_or_default()),
+                (false, None) => RowResult::Logits(&mut []),
+            };
             let rows = first_row..first_row + chunk.ids.len();
             first_row = rows.end;
             // In a later layer the fault spreads to other rows of the sequence.
             if let Some(fault) = faults.range(rows).map(|(_, fault)| fault).min_by_key(|fault| fault.layer) {
-                return Err(TaskError::internal(fault.to_string()));
+                return Err(TaskError::internal(fault.to_string()).into());
             }
-            let chosen = self.choose(&chunk, row_logits.unwrap_or_default())?;
+            let chosen = self.choose(&chunk, result)?;
             Ok((chunk, chosen))
         };
-        let chosen: Vec<Result<_, TaskError>> = chunks.into_iter().map(choose).collect();
-        let advances =
-            chosen.into_iter().map(|row| row.and_then(|(chunk, chosen)| self.advance(&chunk, chosen)));
-        let advances = advances.collect();
+        let chosen: Vec<Result<_, NotAdvanced>> = chunks.into_iter().map(choose).collect();
+        let advance = |row| match row {
+            Ok((chunk, chosen)) => self.advance(&chunk, chosen),
+            Err(NotAdvanced::Waits) => Ok(Advance::Waits),
+            Err(NotAdvanced::Failed(error)) => Err(error),
+        };
+        let advances = chosen.into_iter().map(advance).collect();
         self.logits = buffer;
         Ok(advances)
     }
@@ -400,6 +520,40 @@ mod tests {
             Advance::More(piece) | Advance::Done(Some(piece), _) => piece,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_row_waits_for_its_mask_while_the_other_rows_advance() {
+        use std::io::Write;
+        use std::os::unix::net::UnixStream;
+
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/generate-llama");
+        let (_, mut generator) =
+            load(&LoadSpec::new(path), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        for slot in [0, 1] {
+            generator.open(Slot(slot), &prompt()).unwrap();
+        }
+        let (masks, mut matcher) = UnixStream::pair().unwrap();
+        generator.sequences.get_mut(&Slot(1)).unwrap().masks = Some(Masks::from(masks));
+        // Tokens are allowed in bytes of eight: these are 16 and 17.
+        let mut frame = vec![0, 3, 0, 0, 0, 0, 0, 0b11];
+        let both = |count| [0, 1].map(|slot| Row { slot: Slot(slot), feed: Feed::Tokens(count) });
+        let mut step = |rows: &[Row]| generator.step(rows).unwrap().into_iter().map(Result::unwrap);
+        let advances: Vec<_> = step(&both(3)).collect();
+        assert!(matches!(advances[..], [Advance::More(_), Advance::Waits]), "{advances:?}");
+        let one_fed_a_token = [both(1)[0], both(3)[1]];
+        let advances: Vec<_> = step(&one_fed_a_token).collect();
+        assert!(matches!(advances[..], [Advance::More(_), Advance::Waits]), "{advances:?}");
+        // It waits alone, too, without an end.
+        assert_eq!(step(&both(3)[1..]).collect::<Vec<_>>(), [Advance::Waits]);
+        matcher.write_all(&frame).unwrap();
+        assert!(matches!(step(&one_fed_a_token).nth(1), Some(Advance::More(_))));
+        // The token is told to the matcher, whose next answer is an error of this sequence alone.
+        frame[0] = 3;
+        matcher.write_all(&frame).unwrap();
+        let results = generator.step(&both(1)).unwrap();
+        assert!(matches!(results[..], [Ok(Advance::More(_)), Err(_)]), "{results:?}");
+        assert!([16, 17].contains(&generator.sequences[&Slot(1)].answer[0]));
     }
 
     #[test]
