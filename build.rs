@@ -10,7 +10,7 @@ use std::process::Command;
 const FEATURES: [&str; 6] = ["candle-transformers", "cuda", "http", "otlp", "tables", "top"];
 const FOLDER: &str = "src/model/ops/gpu";
 const KERNELS: [&str; 8] =
-    ["activation", "add_norm", "attention", "choice", "paged_attention", "pooling", "residual", "rotation"];
+    ["activation", "add_norm", "attention", "choice", "paged_attention", "pooling", "rms_norm", "rotation"];
 
 fn main() -> Result<(), String> {
     println!("cargo:rerun-if-changed=build.rs");

@@ -450,14 +450,12 @@ fn results_are_added_and_the_sums_are_normed() {
     let eps = 1e-3;
     for (result_type, y_type) in ALL.into_iter().flat_map(|a| ALL.map(|b| (a, b))) {
         for (rows, width) in [(3, 4), (5, 132), (2, 1280)] {
-            // No norm of the sum, RMSNorm, LayerNorm.
-            for (has_bias, has_after, norm) in
-                [(false, false, 1), (true, true, 1), (false, true, 0), (true, false, 0), (true, false, 2)]
+            for (has_bias, has_after, has_before) in
+                [(false, false, true), (true, true, true), (false, true, false), (true, false, false)]
             {
-                let (has_before, has_shift) = (norm > 0, norm > 1);
                 let x = noise(rows * width, 2.0, 17);
                 let result = rounded(result_type, &noise(rows * width, 3.0, 18));
-                let [bias, after, before, shift] = [19, 20, 21, 41].map(|seed| noise(width, 1.0, seed));
+                let [bias, after, before] = [19, 20, 21].map(|seed| noise(width, 1.0, seed));
                 let mut sums = Vec::new();
                 let mut right = Vec::new();
                 for (x, result) in x.chunks_exact(width).zip(result.chunks_exact(width)) {
@@ -468,18 +466,17 @@ fn results_are_added_and_the_sums_are_normed() {
                         added = normed_by_squares(&added, &after, eps);
                     }
                     let sum: Vec<f64> = x.iter().zip(&added).map(|(x, y)| f64::from(*x) + 0.25 * y).collect();
-                    right.extend(match norm {
-                        0 => sum.clone(),
-                        1 => normed_by_squares(&sum, &before, eps),
-                        _ => normed(&sum, &[vec![0.0; width], before.clone(), shift.clone()].concat(), eps),
+                    right.extend(if has_before {
+                        normed_by_squares(&sum, &before, eps)
+                    } else {
+                        sum.clone()
                     });
                     sums.extend(sum);
                 }
                 let f32_of = |numbers: &[f32]| Memory::of(ElementType::F32, numbers);
                 let (x, y) = (f32_of(&x), Memory::of(y_type, &vec![f32::NAN; rows * width]));
                 let result = Memory::of(result_type, &result);
-                let [bias, after, before, shift] =
-                    [&bias, &after, &before, &shift].map(|numbers| f32_of(numbers));
+                let [bias, after, before] = [&bias, &after, &before].map(|numbers| f32_of(numbers));
                 let only_if = |is_there: bool, memory: &Memory| if is_there { memory.at() } else { 0 };
                 let addition = Addition {
                     result: result.at(),
@@ -488,16 +485,12 @@ fn results_are_added_and_the_sums_are_normed() {
                     norm: only_if(has_after, &after),
                     factor: 0.25,
                 };
-                let normed = Normed {
-                    y: y.at(),
-                    element_type: y_type,
-                    norm: only_if(has_before, &before),
-                    shift: only_if(has_shift, &shift),
-                    rows: 0,
-                };
+                let normed =
+                    Normed { y: y.at(), element_type: y_type, norm: only_if(has_before, &before), rows: 0 };
                 let shape = [rows, width].map(|size| size as u32);
-                run(&gpu::add_and_norm(x.at(), Some(addition), Some(normed), eps as f32, shape));
-                let what = format!("{result_type:?} {y_type:?} {rows}×{width} {has_bias} {has_after} {norm}");
+                run(&gpu::add_rms_norm(x.at(), Some(addition), Some(normed), eps as f32, shape));
+                let what =
+                    format!("{result_type:?} {y_type:?} {rows}×{width} {has_bias} {has_after} {has_before}");
                 assert_near(&x.read(ElementType::F32), &sums, unit(ElementType::F32), &what);
                 assert_near(&y.read(y_type), &right, unit(y_type), &what);
             }
@@ -516,9 +509,8 @@ fn chosen_rows_are_normed_without_an_addition() {
     let right: Vec<f64> = chosen.iter().flat_map(row).collect();
     let (x, norm) = (Memory::of(ElementType::F32, &numbers), Memory::of(ElementType::F32, &weights));
     let (y, rows) = (Memory::of(ElementType::F32, &vec![f32::NAN; 3 * width]), Memory::of_words(&chosen));
-    let element_type = ElementType::F32;
-    let normed = Normed { y: y.at(), element_type, norm: norm.at(), shift: 0, rows: rows.at() };
-    run(&gpu::add_and_norm(x.at(), None, Some(normed), eps as f32, [3, width as u32]));
+    let normed = Normed { y: y.at(), element_type: ElementType::F32, norm: norm.at(), rows: rows.at() };
+    run(&gpu::add_rms_norm(x.at(), None, Some(normed), eps as f32, [3, width as u32]));
     assert_near(&y.read(ElementType::F32), &right, unit(ElementType::F32), "chosen rows");
     assert_eq!(x.read(ElementType::F32), numbers);
 }
@@ -591,18 +583,14 @@ impl PagedCase {
     fn new(heads: PagedHeads, spans: &[(usize, usize)], keys: Keys, cap: Option<f32>) -> Self {
         let element_type = heads.kv_type;
         let [kv_heads, width] = [heads.kv_count, heads.width].map(|size| size as usize);
-        let tokens_of = |(first, count): &(usize, usize)| match keys {
-            Keys::Across { count } => count,
-            _ => first + count,
-        };
-        let blocks_of = |span: &(usize, usize)| tokens_of(span).div_ceil(BLOCK);
+        let blocks_of = |(first, count): &(usize, usize)| (first + count).div_ceil(BLOCK);
         let count = spans.iter().map(blocks_of).sum::<usize>() + 1;
         let mut free: Vec<u32> =
             (0..count as u32).rev().step_by(2).chain((0..count as u32).rev().skip(1).step_by(2)).collect();
         let mut blocks = Blocks::new(element_type, count, kv_heads, width);
         let mut sequences = Vec::new();
         for (seed, span) in (30..).zip(spans) {
-            let tokens = tokens_of(span);
+            let tokens = span.0 + span.1;
             let numbers = |seed| rounded(element_type, &noise(tokens * kv_heads * width, 1.0, seed));
             let (keys, values) = (numbers(2 * seed), numbers(2 * seed + 1));
             let table = free.split_off(free.len() - blocks_of(span));
@@ -629,13 +617,11 @@ impl PagedCase {
         for sequence in &self.sequences {
             let end = sequence.first + sequence.count;
             for position in sequence.first..end {
-                let first = |window| (position + 1).saturating_sub(window);
-                let (begin, last) = match self.keys {
-                    Keys::Causal { window } => (window.map_or(0, first), position + 1),
-                    Keys::BothWays { window } => {
-                        (window.map_or(0, first), window.map_or(end, |window| end.min(position + window)))
-                    }
-                    Keys::Across { count } => (0, count),
+                let (Keys::Causal { window } | Keys::BothWays { window }) = self.keys;
+                let begin = window.map_or(0, |window| (position + 1).saturating_sub(window));
+                let last = match self.keys {
+                    Keys::Causal { .. } => position + 1,
+                    Keys::BothWays { .. } => window.map_or(end, |window| end.min(position + window)),
                 };
                 for head in 0..heads {
                     let query = &self.queries[(row * heads + head) * width..][..width];
@@ -758,17 +744,6 @@ fn attention_over_blocks_has_windows_caps_and_both_directions() {
             // By the matrix units.
             let case = PagedCase::new(paged([4, 2, 64], ElementType::F16), &spans, keys, cap);
             case.is_right(ElementType::F32, &format!("{keys:?}, {cap:?}"));
-        }
-    }
-}
-
-#[test]
-fn attention_across_has_all_keys_of_the_other_sequence_whatever_the_position() {
-    let spans = [(0, 1), (2000, 1), (30, 20), (447, 3)];
-    for count in [1, 33, 1500] {
-        for heads in [paged([2, 2, 16], ElementType::F32), paged([3, 3, 64], ElementType::F16)] {
-            let case = PagedCase::new(heads, &spans, Keys::Across { count }, None);
-            case.is_right(ElementType::F32, &format!("{count} keys"));
         }
     }
 }
@@ -902,46 +877,6 @@ fn heads_are_normed_and_rotated_and_keys_and_values_reach_their_blocks() {
                 assert_near(&ours, &right, 2.0 * unit(kv_type), &what);
             }
         }
-    }
-}
-
-#[test]
-fn queries_alone_and_keys_with_values_alone_are_as_in_one_product() {
-    let (rows, heads, kv_heads, width) = (5, 5, 2, 24);
-    let (slots, all_heads) = (Memory::of_words(&[70, 0, 33, 95, 1]), heads + 2 * kv_heads);
-    for (n, kv_type) in ALL.into_iter().flat_map(|a| ALL.map(|b| (a, b))) {
-        let product = noise(rows * all_heads * width, 2.0, 42);
-        let bias = Memory::of(ElementType::F32, &noise(all_heads * width, 0.5, 43));
-        // Some heads of the product: the queries, the keys and the values.
-        let rotated = |first: usize, heads: usize, kv_heads: usize| {
-            let of_row = |row: &[f32]| row[first * width..][..(heads + 2 * kv_heads) * width].to_vec();
-            let part: Vec<f32> = product.chunks_exact(all_heads * width).flat_map(of_row).collect();
-            let on_device = Memory::of(n, &part);
-            let queries = Memory::of(ElementType::F32, &vec![f32::NAN; rows * heads * width]);
-            let [keys, values] = Blocks::new(kv_type, 3, kv_heads, width).on_device();
-            let only_if = |count: usize, memory: &Memory| if count > 0 { memory.at() } else { 0 };
-            let kv = PagedKv { keys: only_if(kv_heads, &keys), values: only_if(kv_heads, &values) };
-            let steps = HeadSteps {
-                bias: bias.at() + (first * width * size_of::<f32>()) as Pointer,
-                norms: [0; 2],
-                norms_all: false,
-                eps: 0.0,
-                angles: 0,
-                pairs: 0,
-                growth: 0,
-            };
-            let part = matrix(&on_device, n, rows, (heads + 2 * kv_heads) * width);
-            let [count, kv_count, head_width] = [heads, kv_heads, width].map(|size| size as u32);
-            let paged_heads = PagedHeads { count, kv_count, width: head_width, kv_type };
-            run(&gpu::rotate(only_if(heads, &queries), kv, part, slots.at(), paged_heads, steps));
-            let bits = |memory: &Memory, element_type| -> Vec<u32> {
-                memory.read(element_type).into_iter().map(f32::to_bits).collect()
-            };
-            [bits(&queries, ElementType::F32), bits(&keys, kv_type), bits(&values, kv_type)]
-        };
-        let [queries, keys, values] = rotated(0, heads, kv_heads);
-        assert_eq!(rotated(0, heads, 0), [queries, vec![], vec![]], "{n:?} {kv_type:?}");
-        assert_eq!(rotated(heads, 0, kv_heads), [vec![], keys, values], "{n:?} {kv_type:?}");
     }
 }
 

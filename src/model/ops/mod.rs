@@ -13,7 +13,6 @@ mod position_terms;
 pub mod probabilities;
 mod time_convolution;
 
-pub use activation::bias_activation;
 pub use add_norm::{Epilogue, NormParams, add, add_norm};
 pub use attention::{AttentionWeights, SelfAttention};
 pub use convolution::{Convolution, Filters, max_pool, mean_pool};

@@ -1,7 +1,6 @@
 //! Whisper, OpenAI's network for speech recognition: an encoder of windows of 30 s, and a decoder that writes the text
 //! of a window. The names of tensors are those of the transformers library. `encoder` and `decoder` compute on a CPU,
-//! `on_device` on any device, by candle's operations or a GPU's kernels. They own the weights, and the keys and values of
-//! each slot.
+//! `on_device` on any device by candle's operations. They own the weights, and the keys and values of each slot.
 
 pub mod config;
 mod decoder;

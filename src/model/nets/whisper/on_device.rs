@@ -1,16 +1,11 @@
-//! Whisper on a device, for any number format. One pass of the decoder computes some tokens of any slots; each row has
-//! its own position. Owns the weights, and the keys and values of all slots, on the device. On a GPU a step of the decoder
-//! is computed by kernels (`by_kernels`) if they fit its heads; otherwise, and on a CPU, by candle's operations here. With
-//! these, numbers are f32, except in the products with its weights and with the keys and values of windows. The encoder
-//! is computed by candle's operations and the kernels of encoders.
+//! Whisper by candle's operations, for any device and number format. One pass of the decoder computes some tokens of
+//! any slots; each row has its own position. Owns the weights, and the keys and values of all slots, on the device. In
+//! the decoder, numbers are f32, except in the products with its weights and with the keys and values of windows.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
 //! may sum in another order, so equality to the bit is not guaranteed.
 
-#[cfg(feature = "cuda")]
-mod by_kernels;
-
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::{layer_norm, softmax_last_dim};
 
 use super::config::{Head, Layers, POSITIONS, WhisperConfig};
@@ -19,15 +14,11 @@ use crate::model::load::weights::Weights;
 use crate::model::nets::block::Blocks;
 use crate::model::nets::cached_attention::{Group, MAX_ELEMENTS, Packed, Reach, indices, linear, token_slot};
 use crate::model::ops::causal;
-use crate::model::ops::gpu::{ElementType, PagedHeads};
 use crate::model::ops::kv::BLOCK;
 use crate::model::sound::features::FRAMES;
 use crate::model::{LoadError, LoadSpec};
 
 type Loaded<T> = std::result::Result<T, LoadError>;
-
-/// The blocks of the keys and values of a window, for kernels.
-const WINDOW_BLOCKS: usize = POSITIONS.div_ceil(BLOCK);
 
 /// Both networks on a device.
 pub struct DeviceWhisper {
@@ -50,8 +41,6 @@ pub struct DeviceWhisper {
     /// The slot in the `text_kv` caches with which shorter texts are padded. No token is written to it, and its keys
     /// and values are zeros.
     padding_slot: u32,
-    /// The heads of the decoder, with the type of the keys of windows, if kernels compute its steps.
-    kernel_heads: Option<PagedHeads>,
     /// The queries of the alignment heads, for each slot that keeps them, on the host: for each head
     /// `[context, head width]`.
     kept_queries: Vec<Option<Vec<f32>>>,
@@ -86,11 +75,9 @@ struct Layer {
     inner_norm: Norm,
     up: Linear,
     down: Linear,
-    /// Keys and values of the texts in f32. For kernels `[blocks, heads, BLOCK, head width]` numbers, whose order is
-    /// theirs. For candle's operations `[heads, tokens of all slots + 1, head width]`.
+    /// Keys and values of the texts: `[heads, tokens of all slots + 1, head width]` in f32.
     text_kv: [Tensor; 2],
-    /// Keys and values of the windows, in the number format of the weights. For kernels as those of the texts; each slot
-    /// has [`WINDOW_BLOCKS`]. For candle's operations `[slots, heads, POSITIONS, head width]`.
+    /// Keys and values of the windows: `[slots, heads, POSITIONS, head width]`, in the number format of the weights.
     window_kv: [Tensor; 2],
 }
 
@@ -132,9 +119,7 @@ impl DeviceWhisper {
         let WhisperConfig { width, mels, vocabulary, context, decoder, .. } = *config;
         let weights = super::weights(spec, device, uniform_formats(spec)?)?;
         let blocks_per_slot = context.div_ceil(BLOCK);
-        let kernel_heads = kernel_heads(config, weights.dtype(), device);
-        let uses_kernels = kernel_heads.is_some();
-        let reader = Reader { spec, device, weights: &weights, config, slots, uses_kernels };
+        let reader = Reader { spec, device, weights: &weights, config, slots };
         let layers = (0..decoder.count).map(|index| reader.layer(index));
         Ok(Self {
             convolutions: [
@@ -148,8 +133,11 @@ impl DeviceWhisper {
             positions: reader.vector("decoder.embed_positions.weight", &[context, width])?,
             layers: layers.collect::<Loaded<_>>()?,
             norm: reader.norm("decoder.layer_norm")?,
-            text_blocks: (0..slots).map(|slot| blocks_of(slot, blocks_per_slot)).collect(),
-            kernel_heads,
+            text_blocks: (0..slots)
+                .map(|slot| {
+                    (slot * blocks_per_slot..(slot + 1) * blocks_per_slot).map(|block| block as u32).collect()
+                })
+                .collect(),
             padding_slot: (slots * blocks_per_slot * BLOCK) as u32,
             kept_queries: vec![None; slots],
             dtype: weights.dtype(),
@@ -177,10 +165,6 @@ impl DeviceWhisper {
         let lengths = vec![POSITIONS; count];
         let x = x.reshape((count * POSITIONS, width))?;
         let encoded = self.blocks.forward(x, |attention, x| attention.forward(x, &lengths))?;
-        #[cfg(feature = "cuda")]
-        if let Some(heads) = self.kernel_heads {
-            return self.write_windows(heads, slots, &encoded);
-        }
         for layer in &self.layers {
             let both = layer.cross_kv.forward(&encoded)?.to_dtype(self.dtype)?;
             let both = both.reshape((count, POSITIONS, 2 * heads, width / heads))?.transpose(1, 2)?;
@@ -217,32 +201,20 @@ impl DeviceWhisper {
             return Ok(Vec::new());
         };
         let mut all = Vec::with_capacity(alignment.len() * positions.len() * keys);
-        for (head, queries) in alignment.iter().zip(kept.chunks_exact(context * width)) {
+        for (Head { layer, number }, queries) in alignment.iter().zip(kept.chunks_exact(context * width)) {
             let queries: Vec<f32> = positions
                 .iter()
                 .flat_map(|position| &queries[position * width..][..width])
                 .copied()
                 .collect();
             let queries = Tensor::from_vec(queries, (positions.len(), width), &self.device)?;
-            let keys = self.window_keys(slot, head)?.narrow(0, 0, keys)?.to_dtype(DType::F32)?;
+            let [cache, _] = &self.layers[*layer].window_kv;
+            let keys = cache.narrow(0, slot, 1)?.narrow(1, *number, 1)?.narrow(2, 0, keys)?;
+            let keys = keys.to_dtype(DType::F32)?.reshape(((), width))?;
             let scores = (queries.matmul(&keys.t()?)? * scale(width))?;
             all.extend(softmax_last_dim(&scores)?.flatten_all()?.to_vec1::<f32>()?);
         }
         Ok(all)
-    }
-
-    /// The keys `[positions, head width]` of a head for a slot's window.
-    fn window_keys(&self, slot: usize, head: &Head) -> Result<Tensor> {
-        let [keys, _] = &self.layers[head.layer].window_kv;
-        let width = self.config.width / self.config.decoder.heads;
-        if self.kernel_heads.is_none() {
-            return keys.narrow(0, slot, 1)?.narrow(1, head.number, 1)?.reshape((POSITIONS, width));
-        }
-        // As in `kv_blocks.cuh`: first the chunks of 16 bytes, then the tokens of a block.
-        let chunk = 16 / keys.dtype().size_in_bytes();
-        let keys = keys.narrow(0, slot * WINDOW_BLOCKS, WINDOW_BLOCKS)?.narrow(1, head.number, 1)?;
-        let keys = keys.reshape((WINDOW_BLOCKS, width / chunk, BLOCK, chunk))?;
-        keys.transpose(1, 2)?.reshape((WINDOW_BLOCKS * BLOCK, width))
     }
 
     /// As [`super::Whisper::forward`].
@@ -260,13 +232,13 @@ impl DeviceWhisper {
         if ids.is_empty() {
             return Ok(());
         }
-        #[cfg(feature = "cuda")]
-        if let Some(heads) = self.kernel_heads {
-            *logits = self.forward_by_kernels(heads, ids, spans, wanted)?;
-            return Ok(());
-        }
         let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
-        let texts = self.texts(spans);
+        let text = |span: &Span| causal::Span {
+            blocks: &self.text_blocks[span.slot],
+            first: span.first,
+            count: span.count,
+        };
+        let texts: Vec<causal::Span<'_>> = spans.iter().map(text).collect();
         let step = self.step(Packed::new(&texts, heads, width), spans)?;
         let ids: Vec<u32> = step.packed.order.iter().map(|row| ids[*row]).collect();
         let positions = step.packed.rows.iter().map(|(_, position)| *position as u32).collect();
@@ -279,70 +251,41 @@ impl DeviceWhisper {
             x = (x + attended)?;
             let inner = layer.up.forward(&layer.inner_norm.forward(&x)?)?.gelu_erf()?;
             x = (x + layer.down.forward(&inner)?)?;
-            if self.keeps_queries(index, spans) {
-                queries.push((index, cross_queries));
+            let is_kept = self.config.alignment.iter().any(|head| head.layer == index)
+                && step.slots.iter().any(|slot| self.kept_queries[*slot].is_some());
+            if is_kept {
+                queries.push((index, cross_queries.flatten_all()?.to_vec1::<f32>()?));
             }
         }
         let mut packed_rows = vec![0; step.packed.order.len()];
         (0..).zip(&step.packed.order).for_each(|(packed_row, row)| packed_rows[*row] = packed_row);
         let slots_and_positions: Vec<(usize, usize)> =
             step.slots.iter().copied().zip(step.packed.rows.iter().map(|(_, position)| *position)).collect();
-        let mut of_wanted = None;
         if !wanted.is_empty() {
             let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
             let last = self.norm.forward(&x.index_select(&indices(wanted, &self.device)?, 0)?)?;
-            of_wanted = Some(linear(&last, &self.token_embeddings)?);
+            *logits = linear(&last, &self.token_embeddings)?.flatten_all()?.to_vec1()?;
         }
-        *logits = self.copy_results(of_wanted, &queries, &slots_and_positions)?;
+        for (index, queries) in queries {
+            self.store_queries(index, &slots_and_positions, &queries);
+        }
         Ok(())
     }
 
-    /// The texts of the spans, with their blocks.
-    fn texts(&self, spans: &[Span]) -> Vec<causal::Span<'_>> {
-        let text = |span: &Span| causal::Span {
-            blocks: &self.text_blocks[span.slot],
-            first: span.first,
-            count: span.count,
-        };
-        spans.iter().map(text).collect()
-    }
-
-    /// Whether queries of a layer are kept for one of the spans.
-    fn keeps_queries(&self, layer: usize, spans: &[Span]) -> bool {
-        self.config.alignment.iter().any(|head| head.layer == layer)
-            && spans.iter().any(|span| self.kept_queries[span.slot].is_some())
-    }
-
-    /// Copies the results of a step to the host together. Returns the logits. Stores the queries
-    /// `[rows, heads·head width]` of some layers for the rows whose slots keep them; `rows` has the slot and the position
-    /// of each row.
-    fn copy_results(
-        &mut self,
-        logits: Option<Tensor>,
-        layers: &[(usize, Tensor)],
-        rows: &[(usize, usize)],
-    ) -> Result<Vec<f32>> {
-        let parts = logits.iter().chain(layers.iter().map(|(_, queries)| queries));
-        let parts: Vec<Tensor> = parts.map(Tensor::flatten_all).collect::<Result<_>>()?;
-        if parts.is_empty() {
-            return Ok(Vec::new());
-        }
-        let mut numbers: Vec<f32> = Tensor::cat(&parts, 0)?.to_vec1()?;
-        let queries = numbers.split_off(logits.map_or(0, |logits| logits.elem_count()));
+    /// Stores the queries `[heads, rows, head width]` of a layer for the rows whose slots keep them. `rows` has the
+    /// slot and the position of each row.
+    fn store_queries(&mut self, layer: usize, rows: &[(usize, usize)], queries: &[f32]) {
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
-        let head_width = width / decoder.heads;
-        for ((layer, _), queries) in layers.iter().zip(queries.chunks_exact(rows.len() * width)) {
-            for ((slot, position), queries) in rows.iter().zip(queries.chunks_exact(width)) {
-                let Some(kept) = &mut self.kept_queries[*slot] else { continue };
-                for (head, kept) in alignment.iter().zip(kept.chunks_exact_mut(context * head_width)) {
-                    if head.layer == *layer {
-                        let of_head = &queries[head.number * head_width..][..head_width];
-                        kept[position * head_width..][..head_width].copy_from_slice(of_head);
-                    }
+        let width = width / decoder.heads;
+        for (row, (slot, position)) in rows.iter().enumerate() {
+            let Some(kept) = &mut self.kept_queries[*slot] else { continue };
+            for (head, kept) in alignment.iter().zip(kept.chunks_exact_mut(context * width)) {
+                if head.layer == layer {
+                    let from = (head.number * rows.len() + row) * width;
+                    kept[position * width..][..width].copy_from_slice(&queries[from..][..width]);
                 }
             }
         }
-        Ok(numbers)
     }
 
     /// Copies the plan of a step to the device.
@@ -381,13 +324,13 @@ impl DeviceWhisper {
         layer.out.forward(&Tensor::cat(&attended, 0)?.reshape((rows, width))?)
     }
 
-    /// attention(norm(x))·O + bias over the windows, and the queries `[rows, heads·head width]`.
+    /// attention(norm(x))·O + bias over the windows, and the queries `[heads, rows, head width]`.
     fn cross_attention(&self, layer: &Layer, x: &Tensor, step: &Step<'_>) -> Result<(Tensor, Tensor)> {
         let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
         let (rows, head_width) = (x.dim(0)?, width / heads);
         let queries = layer.cross_q.forward(&layer.cross_norm.forward(x)?)?;
+        let queries = queries.reshape((rows, heads, head_width))?.transpose(0, 1)?.contiguous()?;
         let scaled = (&queries * scale(head_width))?;
-        let scaled = scaled.reshape((rows, heads, head_width))?.transpose(0, 1)?.contiguous()?;
         let max_sequences = (MAX_ELEMENTS / (POSITIONS * width)).max(1);
         let mut attended = Vec::new();
         for group in &step.packed.groups {
@@ -419,22 +362,6 @@ fn scale(head_width: usize) -> f64 {
     1.0 / (head_width as f64).sqrt()
 }
 
-/// The indices of the blocks of a slot.
-fn blocks_of(slot: usize, blocks_per_slot: usize) -> Vec<u32> {
-    (slot * blocks_per_slot..(slot + 1) * blocks_per_slot).map(|block| block as u32).collect()
-}
-
-/// The heads of a decoder, with keys of this type, if kernels compute its steps on this device.
-fn kernel_heads(config: &WhisperConfig, dtype: DType, device: &Device) -> Option<PagedHeads> {
-    let WhisperConfig { width, decoder: Layers { heads, inner, .. }, .. } = *config;
-    let count = heads as u32;
-    let kv_type = ElementType::of(dtype)?;
-    let heads = PagedHeads { count, kv_count: count, width: (width / heads) as u32, kv_type };
-    // Kernels read four numbers of a row at once.
-    let fits = heads.have_kernel() && [width, inner].iter().all(|width| width.is_multiple_of(4));
-    (device.is_cuda() && fits).then_some(heads)
-}
-
 /// Reads weights onto a device.
 struct Reader<'a> {
     spec: &'a LoadSpec,
@@ -442,8 +369,6 @@ struct Reader<'a> {
     weights: &'a Weights,
     config: &'a WhisperConfig,
     slots: usize,
-    /// Whether kernels compute the decoder's steps.
-    uses_kernels: bool,
 }
 
 impl Reader<'_> {
@@ -488,20 +413,13 @@ impl Reader<'_> {
             let names: Vec<String> = names.iter().map(|name| named(name)).collect();
             self.linear(&names, [width, width])
         };
-        let (slots, head_width, dtype) = (self.slots, width / heads, self.weights.dtype());
-        let tokens = slots * context.next_multiple_of(BLOCK);
-        let in_blocks = |blocks: usize| Shape::from((blocks, heads, BLOCK, head_width));
-        let (text_shape, window_shape) = match self.uses_kernels {
-            true => (in_blocks(tokens / BLOCK), in_blocks(slots * WINDOW_BLOCKS)),
-            false => (
-                Shape::from((heads, tokens + 1, head_width)),
-                Shape::from((slots, heads, POSITIONS, head_width)),
-            ),
-        };
-        let empty = |shape: &Shape, dtype_of_cache: DType| {
-            Tensor::zeros(shape, dtype_of_cache, self.device).map_err(|error| {
-                let text_bytes = text_shape.elem_count() * DType::F32.size_in_bytes();
-                let bytes = 2 * count * (text_bytes + window_shape.elem_count() * dtype.size_in_bytes());
+        let tokens = self.slots * context.next_multiple_of(BLOCK) + 1;
+        let dtype = self.weights.dtype();
+        let empty = |shape: &[usize], dtype: DType| {
+            Tensor::zeros(shape, dtype, self.device).map_err(|error| {
+                let text_bytes = tokens * DType::F32.size_in_bytes();
+                let bytes =
+                    2 * count * width * (text_bytes + self.slots * POSITIONS * dtype.size_in_bytes());
                 self.spec.failed(format!(
                     "keys and values of {} windows need {bytes} bytes of its memory: {error}; lower sequences in \
                      [pool.options]",
@@ -509,13 +427,8 @@ impl Reader<'_> {
                 ))
             })
         };
-        let text_cache = || empty(&text_shape, DType::F32);
-        let window_cache = || empty(&window_shape, dtype);
-        let mut up = self.linear(&[named("fc1")], [width, inner])?;
-        if self.uses_kernels {
-            // The kernel adds a bias of the product's type.
-            up.bias = self.weights.checked("fc1", up.bias.to_dtype(dtype))?;
-        }
+        let text_cache = || empty(&[heads, tokens, width / heads], DType::F32);
+        let window_cache = || empty(&[self.slots, heads, POSITIONS, width / heads], dtype);
         Ok(Layer {
             norm: self.norm(&named("self_attn_layer_norm"))?,
             qkv: square(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,
@@ -525,7 +438,7 @@ impl Reader<'_> {
             cross_kv: square(&["encoder_attn.k_proj", "encoder_attn.v_proj"])?,
             cross_out: square(&["encoder_attn.out_proj"])?,
             inner_norm: self.norm(&named("final_layer_norm"))?,
-            up,
+            up: self.linear(&[named("fc1")], [width, inner])?,
             down: self.linear(&[named("fc2")], [inner, width])?,
             text_kv: [text_cache()?, text_cache()?],
             window_kv: [window_cache()?, window_cache()?],

@@ -151,7 +151,6 @@ impl PagedStep {
 }
 
 /// What is done to heads before attention.
-#[derive(Default)]
 pub struct HeadTensors<'a> {
     /// The biases of queries, keys and values, side by side, in f32.
     pub bias: Option<&'a Tensor>,
@@ -165,51 +164,20 @@ pub struct HeadTensors<'a> {
 }
 
 /// The queries `[rows, heads·width]` in f32 of `qkv` `[rows, (heads + 2·kv_heads)·width]`. Keys and values are written to
-/// `kv`. Without `kv` there are only queries in `qkv`.
+/// `kv`.
 ///
 /// # Errors
 /// The driver's error.
 pub fn rotate(
     qkv: &Tensor,
-    kv: Option<&[Tensor; 2]>,
+    kv: &[Tensor; 2],
     step: &PagedStep,
     heads: PagedHeads,
     tensors: &HeadTensors<'_>,
 ) -> Result<Tensor> {
+    let Some(matrix) = rows(qkv, u32::MAX)? else { bail!("no kernel rotates {:?}", qkv.shape()) };
     let queries =
         uninitialised((qkv.dim(0)?, (heads.count * heads.width) as usize), DType::F32, qkv.device())?;
-    let (kv, kv_count) = match kv {
-        Some(kv) => (paged(kv)?, heads.kv_count),
-        None => (PagedKv { keys: 0, values: 0 }, 0),
-    };
-    rotate_to(pointer(&queries)?, kv, qkv, step, PagedHeads { kv_count, ..heads }, tensors)?;
-    Ok(queries)
-}
-
-/// Writes the keys and values `[rows, 2·kv_heads·width]`, to which `bias` in f32 is added, to `kv`.
-///
-/// # Errors
-/// The driver's error.
-pub fn write_kv(
-    keys_and_values: &Tensor,
-    kv: &[Tensor; 2],
-    step: &PagedStep,
-    heads: PagedHeads,
-    bias: &Tensor,
-) -> Result<()> {
-    let tensors = HeadTensors { bias: Some(bias), ..HeadTensors::default() };
-    rotate_to(0, paged(kv)?, keys_and_values, step, PagedHeads { count: 0, ..heads }, &tensors)
-}
-
-fn rotate_to(
-    queries: Pointer,
-    kv: PagedKv,
-    qkv: &Tensor,
-    step: &PagedStep,
-    heads: PagedHeads,
-    tensors: &HeadTensors<'_>,
-) -> Result<()> {
-    let Some(matrix) = rows(qkv, u32::MAX)? else { bail!("no kernel rotates {:?}", qkv.shape()) };
     let of_word = |word: Option<usize>| word.map_or(Ok(0), |word| step.address(word));
     let norms_all = tensors.norms.is_some_and(|([norm, _], _)| norm.elem_count() > heads.width as usize);
     let steps = HeadSteps {
@@ -225,7 +193,8 @@ fn rotate_to(
         growth: of_word(tensors.growth)?,
     };
     let slots = step.address(step.slots)?;
-    run(qkv, &super::rotate(queries, kv, matrix, slots, heads, steps))
+    run(qkv, &super::rotate(pointer(&queries)?, paged(kv)?, matrix, slots, heads, steps))?;
+    Ok(queries)
 }
 
 /// Attention of the queries `[rows, heads·width]` over keys and values in blocks. The result has the same shape, in `dtype`.
@@ -256,37 +225,15 @@ pub fn attend_blocks(
     Ok(out)
 }
 
-/// factor·some rows `[count, width]` of `table`, in f32. `list` is the index of the list of these rows in the words of the
-/// step.
+/// factor·the embeddings `[tokens, width]` in f32 of the tokens whose ids are the step's first words.
 ///
 /// # Errors
 /// The driver's error.
-pub fn embed_rows(
-    table: &Tensor,
-    (list, count): (usize, usize),
-    step: &PagedStep,
-    factor: f32,
-) -> Result<Tensor> {
+pub fn embed_rows(table: &Tensor, step: &PagedStep, tokens: usize, factor: f32) -> Result<Tensor> {
     let Some(matrix) = rows(table, u32::MAX)? else { bail!("no kernel reads {:?}", table.shape()) };
-    let x = uninitialised((count, table.dim(1)?), DType::F32, table.device())?;
-    run(&x, &super::embed_rows(pointer(&x)?, matrix, step.address(list)?, factor, count as u32))?;
+    let x = uninitialised((tokens, table.dim(1)?), DType::F32, table.device())?;
+    run(&x, &super::embed_rows(pointer(&x)?, matrix, step.address(0)?, factor, tokens as u32))?;
     Ok(x)
-}
-
-/// A norm of x, `[width]` each in f32: an RMSNorm, or with a shift a LayerNorm.
-#[derive(Clone, Copy)]
-pub struct RowNorm<'a> {
-    /// The weights.
-    pub weight: &'a Tensor,
-    /// What is added to a row after its mean was subtracted.
-    pub shift: Option<&'a Tensor>,
-}
-
-impl<'a> RowNorm<'a> {
-    /// An RMSNorm.
-    pub fn rms(weight: &'a Tensor) -> Self {
-        Self { weight, shift: None }
-    }
 }
 
 /// What is added to x: a result, its bias and the norm of their sum, in f32 but the result.
@@ -306,17 +253,17 @@ pub struct Added<'a> {
 /// # Errors
 /// The driver's error.
 pub fn add(x: &Tensor, added: &Added<'_>, eps: f32) -> Result<()> {
-    run(x, &super::add_and_norm(pointer(x)?, Some(addition(added)?), None, eps, shape(x)?))
+    run(x, &super::add_rms_norm(pointer(x)?, Some(addition(added)?), None, eps, shape(x)?))
 }
 
-/// As [`add`] if something is added. Returns norm(x) in `dtype`, or x if there is no norm.
+/// As [`add`] if something is added. Returns RMSNorm(x) in `dtype`, or x if there is no norm.
 ///
 /// # Errors
 /// The driver's error.
-pub fn add_and_norm(
+pub fn add_rms_norm(
     x: &Tensor,
     added: Option<&Added<'_>>,
-    norm: Option<RowNorm<'_>>,
+    norm: Option<&Tensor>,
     dtype: DType,
     eps: f32,
 ) -> Result<Tensor> {
@@ -324,26 +271,26 @@ pub fn add_and_norm(
     let normed = normed(&y, norm, 0)?;
     run(
         x,
-        &super::add_and_norm(pointer(x)?, added.map(addition).transpose()?, Some(normed), eps, shape(x)?),
+        &super::add_rms_norm(pointer(x)?, added.map(addition).transpose()?, Some(normed), eps, shape(x)?),
     )?;
     Ok(y)
 }
 
-/// The norm of some rows of x in `dtype`. `list` is the index of the list of these rows in the words of the step.
+/// RMSNorm of some rows of x in `dtype`. `list` is the index of the list of these rows in the words of the step.
 ///
 /// # Errors
 /// The driver's error.
-pub fn norm_of(
+pub fn rms_norm_of(
     x: &Tensor,
     (list, count): (usize, usize),
     step: &PagedStep,
-    norm: RowNorm<'_>,
+    norm: &Tensor,
     dtype: DType,
     eps: f32,
 ) -> Result<Tensor> {
     let y = uninitialised((count, x.dim(1)?), dtype, x.device())?;
     let normed = normed(&y, Some(norm), step.address(list)?)?;
-    run(x, &super::add_and_norm(pointer(x)?, None, Some(normed), eps, shape(&y)?))?;
+    run(x, &super::add_rms_norm(pointer(x)?, None, Some(normed), eps, shape(&y)?))?;
     Ok(y)
 }
 
@@ -406,10 +353,9 @@ fn addition(added: &Added<'_>) -> Result<Addition> {
     Ok(Addition { result: pointer(added.result)?, element_type, bias, norm, factor: added.factor })
 }
 
-fn normed(y: &Tensor, norm: Option<RowNorm<'_>>, rows: Pointer) -> Result<Normed> {
+fn normed(y: &Tensor, norm: Option<&Tensor>, rows: Pointer) -> Result<Normed> {
     let Some(element_type) = ElementType::of(y.dtype()) else { bail!("no kernel makes {:?}", y.dtype()) };
-    let shift = optional(norm.and_then(|norm| norm.shift))?;
-    Ok(Normed { y: pointer(y)?, element_type, norm: optional(norm.map(|norm| norm.weight))?, shift, rows })
+    Ok(Normed { y: pointer(y)?, element_type, norm: optional(norm)?, rows })
 }
 
 fn shape(x: &Tensor) -> Result<[u32; 2]> {
@@ -482,7 +428,7 @@ fn run(tensor: &Tensor, launch: &Launch) -> Result<()> {
             ("paged_attention", include_str!(concat!(env!("OUT_DIR"), "/paged_attention.ptx")))
         }
         Source::Pooling => ("pooling", include_str!(concat!(env!("OUT_DIR"), "/pooling.ptx"))),
-        Source::Residual => ("residual", include_str!(concat!(env!("OUT_DIR"), "/residual.ptx"))),
+        Source::RmsNorm => ("rms_norm", include_str!(concat!(env!("OUT_DIR"), "/rms_norm.ptx"))),
         Source::Rotation => ("rotation", include_str!(concat!(env!("OUT_DIR"), "/rotation.ptx"))),
     };
     let function = device.get_or_load_custom_func(&launch.kernel, file, ptx)?;

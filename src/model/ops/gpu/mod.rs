@@ -8,7 +8,7 @@
 //! | `attention` | attention over texts without padding |
 //! | `paged_attention` | attention over keys and values in blocks, and the tiles into which it is cut |
 //! | `rotation` | norms and rotates queries and keys, and writes keys and values to their blocks |
-//! | `residual` | x + RMSNorm(result), and RMSNorm or LayerNorm of this sum; embeddings in f32 |
+//! | `rms_norm` | x + RMSNorm(result), and RMSNorm of this sum; token embeddings in f32 |
 //! | `activation` | activation(x + bias), and activation(gate)·x |
 //! | `choice` | the next token, from the logits |
 //! | `pooling` | a text's vector, from the tokens' vectors |
@@ -23,7 +23,7 @@ pub mod cuda;
 mod paged_attention;
 mod plan;
 mod pooling;
-mod residual;
+mod rms_norm;
 mod rotation;
 
 pub use activation::{activate, gate};
@@ -33,7 +33,7 @@ pub use choice::{Draw, Drawn, Draws, choose};
 pub use paged_attention::{Keys, PagedHeads, PagedKv, PagedTiles, Words, attend_blocks};
 pub use plan::{Plan, Tiles};
 pub use pooling::pool;
-pub use residual::{Addition, Normed, add_and_norm, embed_rows};
+pub use rms_norm::{Addition, Normed, add_rms_norm, embed_rows};
 pub use rotation::{HeadSteps, rotate};
 
 use candle_core::DType;
@@ -64,8 +64,8 @@ pub enum Source {
     PagedAttention,
     /// `pooling.cu`
     Pooling,
-    /// `residual.cu`
-    Residual,
+    /// `rms_norm.cu`
+    RmsNorm,
     /// `rotation.cu`
     Rotation,
 }

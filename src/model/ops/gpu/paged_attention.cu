@@ -25,7 +25,6 @@ constexpr u32 IS_WHOLE = 0xffffffffu;
 // row or more. A thread has `parts` groups of four columns of values. Scores are multiplied by `scale`, which includes
 // log2(e), since powers of 2 are used. With a cap, `scale` includes 1/cap instead, and `cap` includes log2(e).
 // A query at position p attends to keys below min(p + window, end), or if it is causal, up to p; and after p - window.
-// `window` is the largest number if there is none: then keys below `end` are not bounded by p.
 template <typename N, u32 most, u32 parts>
 __device__ inline void attend_blocks(
     void* out, float* partials, const float* queries, const N* keys, const N* values, const u32* tiles, const u32* tables,

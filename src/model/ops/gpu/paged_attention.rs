@@ -94,28 +94,12 @@ pub enum Keys {
         /// The window.
         window: Option<usize>,
     },
-    /// All keys of another sequence: cross-attention.
-    Across {
-        /// The number of its keys.
-        count: usize,
-    },
 }
 
 impl Keys {
     fn window(self) -> u32 {
-        let window = match self {
-            Self::Causal { window } | Self::BothWays { window } => window,
-            Self::Across { .. } => None,
-        };
+        let (Self::Causal { window } | Self::BothWays { window }) = self;
         window.and_then(|window| u32::try_from(window).ok()).unwrap_or(u32::MAX)
-    }
-
-    /// The number of the keys of a sequence whose rows of this step end at `end`.
-    fn end(self, end: u32) -> u32 {
-        match self {
-            Self::Causal { .. } | Self::BothWays { .. } => end,
-            Self::Across { count } => count as u32,
-        }
     }
 
     /// The first key of a query, and the key after its last one. The sequence has `end` keys.
@@ -124,7 +108,6 @@ impl Keys {
         let last = match self {
             Self::Causal { .. } => position + 1,
             Self::BothWays { .. } => position.saturating_add(window).min(end),
-            Self::Across { .. } => end,
         };
         [(position + 1).saturating_sub(window), last]
     }
@@ -191,7 +174,7 @@ impl PagedTiles {
             for skipped in (0..count).step_by(most_rows as usize) {
                 let (row, position) = (first_row + skipped, first + skipped);
                 let rows = most_rows.min(count - skipped);
-                let end = keys.end(first + count);
+                let end = first + count;
                 let begin = keys.of(position, end)[0];
                 let last = keys.of(position + rows - 1, end)[1];
                 let parts = cut([begin, last], max_parts);
@@ -366,14 +349,13 @@ mod tests {
             Keys::Causal { window: Some(3000) },
             Keys::BothWays { window: None },
             Keys::BothWays { window: Some(40) },
-            Keys::Across { count: 1500 },
         ] {
             let (planned, tiles, joins) = planned(&spans, keys);
             let mut partial_rows = vec![0; planned.partial_rows as usize];
             let mut first_row = 0;
             for (table, (first, count)) in spans.into_iter().enumerate() {
                 for at in 0..count as u32 {
-                    let [begin, end] = keys.of(first as u32 + at, keys.end((first + count) as u32));
+                    let [begin, end] = keys.of(first as u32 + at, (first + count) as u32);
                     let row = first_row + at;
                     let of_row: Vec<&[u32; 8]> =
                         tiles.iter().filter(|tile| (tile[0]..tile[0] + tile[1]).contains(&row)).collect();

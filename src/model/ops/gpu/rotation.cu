@@ -11,7 +11,6 @@ constexpr u32 HEADS_AT_ONCE = 4, MAX_HEAD_WIDTH = 256;
 // `norms_all` for all heads side by side, which then are normed together. `slots` has a number for each row: a block,
 // times 32, plus the token's place in it. `angles` has the cosines of each row, and then its sines, `pairs` numbers
 // each: pair i is numbers i and i + pairs of a head. `growth` has a factor of the queries for each row, or is null.
-// `queries` is null if `heads` is 0, and so are `keys` and `values` if `kv_heads` is 0.
 template <typename N, typename K>
 __device__ inline void rotate(
     float* queries, K* keys, K* values, const N* qkv, const float* bias, const float* q_norm, const float* k_norm,

@@ -26,8 +26,7 @@ pub struct HeadSteps {
 }
 
 /// `queries` `[rows, heads, width]` in f32, and the slots of `kv`, ← `qkv` `[rows, (heads + 2·kv_heads)·width]`. `slots` has
-/// a number for each row: its block times 32, plus its place in the block. There may be no heads of queries, or none of keys
-/// and values: what is not written has the address 0.
+/// a number for each row: its block times 32, plus its place in the block.
 pub fn rotate(
     queries: Pointer,
     kv: PagedKv,

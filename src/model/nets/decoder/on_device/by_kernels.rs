@@ -12,8 +12,8 @@ use super::{DeviceDecoder, Layer};
 use crate::model::nets::cached_attention::token_slot;
 use crate::model::ops::causal::Span;
 use crate::model::ops::gpu::cuda::{
-    Added, HeadTensors, PagedStep, RowNorm, add, add_and_norm, attend_blocks, choose, embed_rows, gate,
-    norm_of, rotate,
+    Added, HeadTensors, PagedStep, add, add_rms_norm, attend_blocks, choose, embed_rows, gate, rms_norm_of,
+    rotate,
 };
 use crate::model::ops::gpu::{Draw, Draws, Keys, PagedHeads, PagedTiles, Words};
 use crate::model::ops::kv::BLOCK;
@@ -33,11 +33,6 @@ struct Step {
     draws: Draws,
     heads: PagedHeads,
     rows: usize,
-}
-
-/// The norm before attention.
-fn first_norm(layer: &Layer) -> Option<RowNorm<'_>> {
-    layer.norms[0].as_ref().map(RowNorm::rms)
 }
 
 impl DeviceDecoder {
@@ -91,8 +86,9 @@ impl DeviceDecoder {
         let heads = step.heads;
         let DecoderConfig { eps, embedding_scale, residual_scale: factor, activation, .. } = self.config;
         let dtype = self.token_embeddings.dtype();
-        let x = embed_rows(&self.token_embeddings, (0, step.rows), &step.shared, embedding_scale)?;
-        let mut y = add_and_norm(&x, None, layers.first().and_then(first_norm), dtype, eps)?;
+        let x = embed_rows(&self.token_embeddings, &step.shared, step.rows, embedding_scale)?;
+        let first_norm = layers.first().and_then(|layer| layer.norms[0].as_ref());
+        let mut y = add_rms_norm(&x, None, first_norm, dtype, eps)?;
         for (index, layer) in layers.iter().enumerate() {
             let result = self.attention_by_kernels(layer, &y, step, heads)?;
             let [before, after] = layer.inner_norms.each_ref().map(Option::as_ref);
@@ -103,7 +99,7 @@ impl DeviceDecoder {
                 factor,
             };
             let inner_dtype = if layer.router.is_some() { DType::F32 } else { dtype };
-            y = add_and_norm(&x, Some(&added), before.map(RowNorm::rms), inner_dtype, eps)?;
+            y = add_rms_norm(&x, Some(&added), before, inner_dtype, eps)?;
             let (result, bias) = match (&layer.router, &*layer.networks) {
                 (None, [network, ..]) => {
                     let both = y.matmul(&network.gate_up.matrix.t()?)?;
@@ -114,7 +110,7 @@ impl DeviceDecoder {
             };
             let added = Added { result: &result, bias, norm: after, factor };
             match layers.get(index + 1) {
-                Some(next) => y = add_and_norm(&x, Some(&added), first_norm(next), dtype, eps)?,
+                Some(next) => y = add_rms_norm(&x, Some(&added), next.norms[0].as_ref(), dtype, eps)?,
                 None => add(&x, &added, eps)?,
             }
         }
@@ -123,7 +119,7 @@ impl DeviceDecoder {
             return Ok(None);
         }
         let last_dtype = if self.head.is_some() { dtype } else { DType::F32 };
-        norm_of(&x, step.wanted, &step.shared, RowNorm::rms(&self.norm), last_dtype, eps).map(Some)
+        rms_norm_of(&x, step.wanted, &step.shared, &self.norm, last_dtype, eps).map(Some)
     }
 
     /// attention(x)·O without its bias.
@@ -141,7 +137,7 @@ impl DeviceDecoder {
             angles: layer.config.rotation.map(|rotation| step.angles[rotation]),
             growth: step.growth,
         };
-        let queries = rotate(&qkv, Some(&layer.kv), &step.shared, heads, &tensors)?;
+        let queries = rotate(&qkv, &layer.kv, &step.shared, heads, &tensors)?;
         let scoring = self.config.scoring(&layer.config);
         let window =
             self.windows.iter().position(|window| *window == layer.config.window).unwrap_or_default();

@@ -1,18 +1,16 @@
-// The sum x of a decoder's embeddings and the results of its sublayers. First x ← factor · the embeddings of tokens. Then,
-// between two sublayers: x ← x + factor · RMSNorm(result + bias), and y ← RMSNorm(x) or LayerNorm(x), the input of the
-// next product. A thread block computes a row. Each thread reads only what it wrote itself.
+// x ← factor · the embeddings of a decoder's tokens. And between two sublayers: x ← x + factor · RMSNorm(result + bias), and y ← RMSNorm(x), the input of the next
+// product. A thread block computes a row. Each thread reads only what it wrote itself.
 #include "warp.cuh"
 
 __device__ inline float square(float4 x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }
 
 // `x` is [rows, width] in f32, and `result` has its shape; without a result x stays as it is. `bias` may be null, and so
 // may the weights `after` of the norm of results and `before` of the norm of x, if there is no such norm. `y` is null
-// if it is not wanted. Its row i is of row `rows[i]`; if `rows` is null, of row i. `width` is a multiple of 4. With a
-// `shift` the norm of x is a LayerNorm; if it is null, an RMSNorm.
+// if it is not wanted. Its row i is of row `rows[i]`; if `rows` is null, of row i. `width` is a multiple of 4.
 template <typename R, typename Y>
-__device__ inline void add_and_norm(
-    float* x, const R* result, const float* bias, const float* after, const float* before, const float* shift, Y* y,
-    const u32* rows, float factor, float eps, u32 width) {
+__device__ inline void add_rms_norm(
+    float* x, const R* result, const float* bias, const float* after, const float* before, Y* y, const u32* rows,
+    float factor, float eps, u32 width) {
     const size_t row = rows ? rows[blockIdx.x] : blockIdx.x;
     x += row * width;
     const u32 first = 4 * threadIdx.x, step = 4 * blockDim.x;
@@ -38,36 +36,23 @@ __device__ inline void add_and_norm(
     }
     if (!y) return;
     y += static_cast<size_t>(blockIdx.x) * width;
-    float mean = 0, scale = 1;
-    if (shift) {
-        float sum = 0;
-        for (u32 at = first; at < width; at += step) {
-            const float4 z = four(x + at);
-            sum += z.x + z.y + z.z + z.w;
-        }
-        mean = sum_of_block(sum) / width;
-    }
-    const auto centred = [&](u32 at) {
-        const float4 z = four(x + at);
-        return make_float4(z.x - mean, z.y - mean, z.z - mean, z.w - mean);
-    };
+    float scale = 1;
     if (before) {
         float squares = 0;
-        for (u32 at = first; at < width; at += step) squares += square(centred(at));
+        for (u32 at = first; at < width; at += step) squares += square(four(x + at));
         scale = 1.0f / sqrtf(sum_of_block(squares) / width + eps);
     }
     for (u32 at = first; at < width; at += step) {
-        const float4 z = centred(at), w = before ? four(before + at) : make_float4(1, 1, 1, 1);
-        const float4 s = shift ? four(shift + at) : make_float4(0, 0, 0, 0);
-        put_four(y + at, make_float4(z.x * scale * w.x + s.x, z.y * scale * w.y + s.y, z.z * scale * w.z + s.z, z.w * scale * w.w + s.w));
+        const float4 z = four(x + at), w = before ? four(before + at) : make_float4(1, 1, 1, 1);
+        put_four(y + at, make_float4(z.x * scale * w.x, z.y * scale * w.y, z.z * scale * w.z, z.w * scale * w.w));
     }
 }
 
 #define KERNELS(name, R, y_name, Y)                                                                                   \
-    extern "C" __global__ void add_and_norm_##name##_##y_name(                                                        \
-        float* x, const R* result, const float* bias, const float* after, const float* before, const float* shift,   \
-        Y* y, const u32* rows, float factor, float eps, u32 width) {                                                 \
-        add_and_norm(x, result, bias, after, before, shift, y, rows, factor, eps, width);                            \
+    extern "C" __global__ void add_rms_norm_##name##_##y_name(                                                        \
+        float* x, const R* result, const float* bias, const float* after, const float* before, Y* y,                 \
+        const u32* rows, float factor, float eps, u32 width) {                                                       \
+        add_rms_norm(x, result, bias, after, before, y, rows, factor, eps, width);                                   \
     }
 FOR_EACH_PAIR(KERNELS)
 #undef KERNELS

@@ -1,4 +1,4 @@
-//! Launches of `residual.cu`.
+//! Launches of `rms_norm.cu`.
 
 use super::{Argument, ElementType, Launch, Matrix, Pointer, Source, WARP};
 
@@ -29,15 +29,13 @@ pub struct Normed {
     pub element_type: ElementType,
     /// The weights of the norm, in f32. Without weights y is x.
     pub norm: Pointer,
-    /// What a LayerNorm adds, in f32. Without it the norm is an RMSNorm.
-    pub shift: Pointer,
     /// The number of the row of x for each row of y; without it all rows of x are normed.
     pub rows: Pointer,
 }
 
-/// x ← x + factor·RMSNorm(result + bias) if there is an addition, and then y ← RMSNorm(x) or LayerNorm(x). `x` is
-/// `[_, width]` in f32, the width a multiple of 4. `rows` is the number of rows of y; with an addition, y has all rows of x.
-pub fn add_and_norm(
+/// x ← x + factor·RMSNorm(result + bias) if there is an addition, and then y ← RMSNorm(x). `x` is `[_, width]` in f32, the
+/// width a multiple of 4. `rows` is the number of rows of y; with an addition, y has all rows of x.
+pub fn add_rms_norm(
     x: Pointer,
     addition: Option<Addition>,
     normed: Option<Normed>,
@@ -48,9 +46,9 @@ pub fn add_and_norm(
     let (added, y) = (addition.as_ref(), normed.as_ref());
     let address = |pointer: Option<Pointer>| Argument::Pointer(pointer.unwrap_or(0));
     Launch {
-        source: Source::Residual,
+        source: Source::RmsNorm,
         kernel: format!(
-            "add_and_norm_{}_{}",
+            "add_rms_norm_{}_{}",
             added.map_or(none, |added| added.element_type.name()),
             y.map_or(none, |y| y.element_type.name())
         ),
@@ -63,7 +61,6 @@ pub fn add_and_norm(
             address(added.map(|added| added.bias)),
             address(added.map(|added| added.norm)),
             address(y.map(|y| y.norm)),
-            address(y.map(|y| y.shift)),
             address(y.map(|y| y.y)),
             address(y.map(|y| y.rows)),
             Argument::F32(added.map_or(1.0, |added| added.factor)),
@@ -76,7 +73,7 @@ pub fn add_and_norm(
 /// x `[ids, width]` in f32 ← factor·the rows `ids` of `table`, whose width is a multiple of 4.
 pub fn embed_rows(x: Pointer, table: Matrix, ids: Pointer, factor: f32, rows: u32) -> Launch {
     Launch {
-        source: Source::Residual,
+        source: Source::RmsNorm,
         kernel: format!("embed_rows_{}", table.element_type.name()),
         grid: [rows, 1, 1],
         threads: threads(table.width),
