@@ -97,7 +97,7 @@ fn run(
             }
             *left_of = left_of.saturating_sub(row.feed.tokens());
             match advance.map_err(|error| anyhow!("{error}"))? {
-                Advance::Fed | Advance::Again => {}
+                Advance::Fed | Advance::Again | Advance::Waits => {}
                 Advance::More(_) => done.answers += 1,
                 Advance::Done(..) => {
                     done.answers += 1;

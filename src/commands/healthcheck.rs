@@ -1,5 +1,5 @@
-//! `sconce healthcheck`: queries a launcher's health over HTTP. Without `--url`, and with `launcher.name` in the settings,
-//! it accepts only the answer of the launcher of this name.
+//! `sconce healthcheck`: queries a launcher's health over HTTP. Without `--url` it accepts only the answer of its own
+//! launcher: the one that the settings name, or the only one of this host with the port of `admin.listen`.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -10,6 +10,7 @@ use super::{load, tolerate_broken_pipe};
 use crate::admin::{Check, LAUNCHER_HEADER};
 use crate::cli::Healthcheck;
 use crate::commands::exits::ExitsWith as _;
+use crate::launcher::launchers_at;
 use crate::shutdown::Exit;
 
 /// Prints the launcher's answer. Returns exit code 0 if the check passes, and 1 if it fails.
@@ -24,7 +25,8 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
                 .listen
                 .context("admin.listen = \"\": the launcher does not serve its health over HTTP");
             let address = address.exits_with(Exit::Config)?;
-            (format!("http://{}", reachable(address)), settings.launcher.name)
+            let name = launcher_name(settings.launcher.name, address)?;
+            (format!("http://{}", reachable(address)), Some(name))
         }
     };
     if base.split_once("://").is_some_and(|(_, rest)| rest.contains('/')) {
@@ -60,6 +62,33 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         .exits_with(Exit::Refused)?;
     tolerate_broken_pipe(write!(std::io::stdout(), "{text}"))?;
     Ok(exit)
+}
+
+/// The name of the launcher whose health is checked: `launcher.name` of the settings, or else the name of the only
+/// running launcher of this host with the port of `address`.
+fn launcher_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<String> {
+    if let Some(name) = configured {
+        return Ok(name);
+    }
+    let names =
+        launchers_at(address.port()).context("/proc/net/unix cannot be read").exits_with(Exit::Refused)?;
+    match &names[..] {
+        [name] => Ok(name.clone()),
+        [] => {
+            let message = format!(
+                "no launcher of this host serves its health at admin.listen = \"{address}\"; --url checks one elsewhere"
+            );
+            Err(anyhow!(message).exits_with(Exit::Refused))
+        }
+        several => {
+            let message = format!(
+                "the launchers {several:?} of this host all have port {} in admin.listen: give each another port, or \
+                 set launcher.name to the one to check",
+                address.port()
+            );
+            Err(anyhow!(message).exits_with(Exit::Refused))
+        }
+    }
 }
 
 /// The address to connect to: the loopback address if the launcher listens on all interfaces.

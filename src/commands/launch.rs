@@ -62,9 +62,12 @@ pub(super) fn run(arguments: &cli::Launch, registry: &Registry) -> anyhow::Resul
     let settings = &loaded.settings;
     start_logging(None)?;
     let mut host = Host::here();
-    let launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host.name)
+    let mut launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host.name)
         .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
         .exits_with(Exit::Config)?;
+    if let Some(address) = settings.admin.listen {
+        launcher.publish_health_port(address.port());
+    }
     host.launcher.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;

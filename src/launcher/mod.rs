@@ -65,7 +65,7 @@ use status_board::{Entry, StatusBoard};
 pub use child::environment;
 pub use guard::guard_workers;
 pub use logs::RawLines;
-pub use name::LauncherName;
+pub use name::{LauncherName, launchers_at};
 pub use plan::{Cuda, Host, fit, plan};
 pub use restart::{Death, RestartReason, Verdict, judge};
 pub use withdrawals::Withdrawals;

@@ -64,13 +64,15 @@ async fn a_taken_admin_port_is_tried_until_free_and_healthcheck_asks_its_own() {
     healthcheck(&settings, LIVE, 0, &[]).await;
     healthcheck(&settings.clone().set("launcher.name", "another"), LIVE, 1, &[&name, "\"another\""]).await;
     healthcheck(&unnamed, LIVE, 0, &[]).await;
-    // Another launcher that has a name and not the port is not healthy because this one is.
-    let second_settings = unnamed.clone().set("launcher.name", format!("{name}-2"));
-    let second = Sconce::launch(&second_settings);
+    // Another launcher that has not got the port is not healthy because this one is.
+    let second = Sconce::launch(&unnamed.clone().set("launcher.name", format!("{name}-2")));
     second.wait_for_log("another process listens there").await;
-    healthcheck(&second_settings, LIVE, 1, &[&name, &format!("{name}-2")]).await;
+    healthcheck(&unnamed, LIVE, 1, &[&format!("{name}-2")]).await;
     assert_eq!(second.stop().await, 0);
-    let mut nowhere = Sconce::launch(&unnamed.set("admin.listen", "192.0.2.1:1"));
+    let nobody = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let elsewhere = unnamed.set("admin.listen", nobody.local_addr().expect("an address"));
+    healthcheck(&elsewhere, LIVE, 1, &["no launcher of this host"]).await;
+    let mut nowhere = Sconce::launch(&elsewhere.set("admin.listen", "192.0.2.1:1"));
     assert_eq!(nowhere.exit_code().await, 78);
     assert!(nowhere.log().contains("admin.listen = \"192.0.2.1:1\""), "{}", nowhere.log());
     let (_, plain) = http_get(format!("http://{address}/metrics")).await;
