@@ -89,7 +89,7 @@ fn check_properties(task: &Task, now: SystemTime) {
 fn check_dead_letter(task: &Task) {
     let sent = &task.message.properties;
     let error = "é".repeat(3_000);
-    let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "worker", at: task.received };
+    let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "worker", queue: "task", at: task.received };
     let message = dead_letter(task, &cause);
     check_restored(message.clone(), task);
     assert_eq!(message.body, task.message.body);
@@ -137,7 +137,7 @@ fn check_restored(message: Message, task: &Task) {
 }
 
 fn check_reply(task: &Task) {
-    let worker_info = WorkerInfo { worker: "w".into(), device: "cpu".into(), model: "m".into() };
+    let worker_info = WorkerInfo { worker: "w".into(), device: "cpu".into(), model: "m".into(), dtype: "f32" };
     let reply = reply(task, Ok(Body::json("{}")), &Timings::default(), &worker_info, 1);
     assert_eq!(reply.properties.correlation_id, task.message.properties.correlation_id);
     assert_eq!(reply.properties.kind.as_deref(), Some("reply"));
