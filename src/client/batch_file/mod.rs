@@ -7,6 +7,7 @@ use std::io;
 mod errors;
 mod fields;
 mod folder;
+mod ids;
 mod input;
 mod lines;
 mod matrix;
@@ -21,6 +22,7 @@ mod tables;
 
 pub use errors::{CommonError, ErrorCounts};
 pub use fields::CommonFields;
+pub use ids::RepeatedIds;
 pub use input::InputDigest;
 pub use lines::InputLines;
 pub(crate) use record::{read_record, record_path, write_record};

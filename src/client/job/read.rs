@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 
 use super::JobError;
 use super::rows::{PackedTask, Packer, TaskLimits};
-use crate::client::batch_file::{InputLines, InputRow, Rows};
+use crate::client::batch_file::{InputLines, InputRow, RepeatedIds, Rows};
 use crate::protocol::batch_line;
 
 /// Bound of the rows read ahead of publishing, and of the tasks packed from them. Each line may have 64 MiB.
@@ -102,14 +102,14 @@ async fn pack(
     mut packer: Packer,
     first: u64,
 ) {
-    let mut number = first;
+    let (mut number, mut ids) = (first, RepeatedIds::default());
     loop {
         let row = tokio::time::timeout(GATHER_TIMEOUT, rows.recv()).await;
         let (units, is_over) = match row {
             Err(_elapsed) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), false),
             Ok(None) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), true),
             Ok(Some(row)) => {
-                let units = row.map(|row| units_of(row, number, &mut packer));
+                let units = row.map(|row| units_of(row, number, &mut packer, &mut ids));
                 number += 1;
                 match units {
                     Ok(units) => (units.into_iter().map(Ok).collect::<Vec<_>>(), false),
@@ -123,15 +123,21 @@ async fn pack(
             }
         }
         if is_over {
+            if let Some(warning) = ids.warning() {
+                tracing::warn!("{warning}");
+            }
             return;
         }
     }
 }
 
 /// The units of work that are complete once this row is read.
-fn units_of(row: InputRow, number: u64, packer: &mut Packer) -> Vec<Unit> {
+fn units_of(row: InputRow, number: u64, packer: &mut Packer, ids: &mut RepeatedIds) -> Vec<Unit> {
     match row.request {
-        Ok(request) => packer.add(number, row.number, request).into_iter().map(Unit::Task).collect(),
+        Ok(request) => {
+            ids.add(&request.custom_id, row.number);
+            packer.add(number, row.number, request).into_iter().map(Unit::Task).collect()
+        }
         Err(invalid) => {
             // Completes the task of the rows before this one. Otherwise the output of a long run of invalid lines
             // would wait for it.

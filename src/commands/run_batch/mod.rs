@@ -30,7 +30,7 @@ use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::{Answer, truncated_in};
 use crate::client::batch_file::{
-    Batch, CommonFields, ErrorCounts, InputRow, OpenBatch, Results, ResumePoint, Rows,
+    Batch, CommonFields, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
 };
 use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, ClientTask, Sink, TaskMessage};
@@ -83,6 +83,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         truncated: 0,
         tally: arguments.json.then(Tally::default),
         show: arguments.show.then(|| Show::new(io::stdout())),
+        repeated_ids: None,
         input_changed: None,
         bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
     }));
@@ -208,6 +209,9 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     };
     let (remarks, names_errors) = (output.results.remarks(), output.results.names_errors());
     summary += &batch_errors::summary(&remarks, names_errors, all_errors, output.truncated);
+    if let Some(repeated) = &output.repeated_ids {
+        let _ = writeln!(summary, "warning: {repeated}");
+    }
     let (is_complete, changed) = (*done == total, output.input_changed.take());
     if !is_complete && changed.is_none() {
         let once = if exit == Exit::ModelFailed { "once the cause is mended, " } else { "" };
@@ -390,11 +394,13 @@ fn tasks(
     rows: &mut dyn Rows,
     router: Router,
     counts_inputs: bool,
+    ids: &mut RepeatedIds,
 ) -> impl Iterator<Item = anyhow::Result<ClientTask<Line>>> {
     rows.map(move |row| {
         let InputRow { number, request } = row.context("the input")?;
         Ok(match request {
             Ok(BatchRequest { custom_id, url, body }) => {
+                ids.add(&custom_id, number);
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{number}");
                 let queue = router.queue(&url, &body).with_context(|| format!("line {number} of the input"));
@@ -425,6 +431,8 @@ struct Output {
     tally: Option<Tally>,
     /// Writes the texts of answers to stdout, if that is requested.
     show: Option<Show<io::Stdout>>,
+    /// A warning about repeated ids, if there are any.
+    repeated_ids: Option<String>,
     /// A message about how the input has changed since it was counted; known after the last line.
     input_changed: Option<String>,
     bar: ProgressBar,
@@ -530,10 +538,12 @@ impl Feeder {
             (output.done as u64, output.tally.is_some(), output.results.is_ordered())
         };
         let stopped = self.stop.clone();
-        let tasks = stream::iter(tasks(&mut *rows, self.router, counts_inputs))
+        let mut ids = RepeatedIds::default();
+        let tasks = stream::iter(tasks(&mut *rows, self.router, counts_inputs, &mut ids))
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { max_tasks: WINDOW, timeout: None, in_order, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
+        self.output.lock().repeated_ids = ids.warning();
         if self.stop.phase() >= Phase::Returning {
             return Ok(());
         }

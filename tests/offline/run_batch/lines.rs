@@ -289,7 +289,7 @@ fn a_device_that_is_not_here_is_refused_by_name() {
 }
 
 #[test]
-fn pipes_are_refused_at_once() {
+fn pipes_are_refused_at_once_and_repeated_ids_are_told() {
     let rig = Rig::new(&[line("a", json!({"input": "x"})), line("a", json!({"input": "y"}))]);
     let (input, output) = (rig.input(), rig.output());
     let refused = |from: &str, to: &str| {
@@ -315,6 +315,11 @@ fn pipes_are_refused_at_once() {
     }
     let ended = rig.run_echo(&[]);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("custom_ids that occur again: 1, first on line 2 (\"a\")"),
+        "{}",
+        ended.stderr
+    );
 }
 
 #[test]
